@@ -1,0 +1,52 @@
+"""Device fixture, seed, and the interpreter made right for bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tkernels  # before triton: it switches the interpreter on where there is no accelerator
+from tkernels import device
+
+if device.current().arch == "interpret":
+    from tkernels.interpreter import correct_bfloat16
+
+    correct_bfloat16()
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def dev() -> torch.device:
+    return device.tensor_device()
+
+
+@pytest.fixture
+def shared() -> Path:
+    """Folder of trained checkpoints and held-out text that lies beside the checkout."""
+    if not SHARED.is_dir():
+        pytest.skip("the folder 'shared' with checkpoints does not lie beside this checkout")
+    return SHARED
+
+
+def pytest_report_header() -> str:
+    facts = device.current()
+    return f"tkernels {tkernels.__version__} on {facts.name} ({facts.arch})"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reasons = {
+        "gpu": (device.KIND != "cuda", "needs an NVIDIA GPU; this machine has none"),
+        "npu": (device.KIND != "npu", "needs an Ascend NPU; this machine has none"),
+    }
+    for item in items:
+        for marker, (skip, reason) in reasons.items():
+            if skip and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))

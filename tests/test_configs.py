@@ -1,0 +1,164 @@
+"""Any legal config is right; an illegal one is refused with the reason; stored ones are found."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tkernels import config, device
+from tkernels.registry import Config, KernelSpec, Problem, all_kernels
+from tkernels.testing import assert_right, clone_inputs, tensors_of
+
+SPECS = list(all_kernels().values())
+each_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+DEVICES = [device.sm_facts(90), device.sm_facts(80), device.sm_facts(120), device.ascend_facts()]
+SAMPLES = 200 if device.KIND == "cuda" else 12
+
+
+def sample(spec: KernelSpec, problem: Problem, dev: device.Device, rng: random.Random) -> Config:
+    """A random legal config; asserts that the space is not nearly empty."""
+    space = spec.space(dev)
+    for _ in range(2000):
+        candidate = {name: rng.choice(values) for name, values in space.items()}
+        if spec.why_illegal(candidate, problem, dev) is None:
+            return candidate
+    raise AssertionError(f"{spec.name}: no legal config in 2000 draws for {problem}")
+
+
+@each_spec
+def test_random_legal_configs_match(spec: KernelSpec, dev: torch.device) -> None:
+    rng = random.Random(0)
+    cases = [c for c in spec.cases if c.tags & {"smoke", "edge"}]
+    for _ in range(SAMPLES):
+        case = rng.choice(cases)
+        chosen = sample(spec, case.problem, device.current(), rng)
+        inputs = spec.make_inputs(case.problem, dev)
+        kept = clone_inputs(inputs)
+        results = tensors_of(spec.launch(**inputs, config=chosen))
+        try:
+            assert_right(spec, kept, (*results, *(inputs[n] for n in spec.mutates)))
+        except AssertionError as error:
+            raise AssertionError(f"{case.name} with {chosen}: {error}") from None
+
+
+@each_spec
+@pytest.mark.parametrize("facts", DEVICES, ids=lambda d: d.arch)
+def test_default_is_legal_everywhere(spec: KernelSpec, facts: device.Device) -> None:
+    for case in spec.cases:
+        default = spec.default_config(case.problem, facts)
+        assert spec.why_illegal(default, case.problem, facts) is None, (case.name, default)
+        space = spec.space(facts)
+        assert set(default) == set(space)
+        for name, value in default.items():
+            assert value in space[name], (case.name, name, value)
+
+
+@each_spec
+def test_space_holds_illegal_points(spec: KernelSpec) -> None:
+    """The legality rule rejects something, with words; a rule that cannot fail guards nothing."""
+    rng = random.Random(1)
+    reasons = set()
+    for facts in DEVICES:
+        space = spec.space(facts)
+        for case in spec.cases:
+            for _ in range(50):
+                point = {name: rng.choice(values) for name, values in space.items()}
+                reasons.add(spec.why_illegal(point, case.problem, facts))
+    assert any(reasons - {None})
+    assert all(reason is None or len(reason) > 10 for reason in reasons)
+
+
+@each_spec
+def test_explicit_illegal_config_is_refused(spec: KernelSpec, dev: torch.device) -> None:
+    case = spec.cases[0]
+    inputs = spec.make_inputs(case.problem, dev)
+    default = spec.default_config(case.problem, device.current())
+    wrong: list[tuple[Config, str]] = [
+        ({**default, "BLOCK_TYPO": 1}, "unknown key BLOCK_TYPO"),
+        ({}, "missing key"),
+    ]
+    for bad, words in wrong:
+        with pytest.raises(ValueError, match=rf"{spec.name}: config must be legal .*{words}"):
+            spec.launch(**clone_inputs(inputs), config=bad)
+
+
+def _store(folder: Path, spec: KernelSpec, key: dict[str, Any], chosen: Config) -> None:
+    path = folder / device.current().arch / f"{spec.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"schema": 1, "entries": [{"key": key, "config": chosen}]}))
+
+
+def test_lookup_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = all_kernels()["rms_norm"]
+    problem = spec.cases[0].problem
+    stored = {**spec.default_config(problem, device.current()), "programs_per_core": 2}
+    _store(tmp_path, spec, spec.tuning_key(problem), stored)
+    monkeypatch.setenv("TKERNELS_CONFIG_DIR", str(tmp_path))
+    config.reload()
+    try:
+        assert config.explain(spec, problem) == (stored, str(_path(tmp_path, spec)))
+        forced = {**stored, "programs_per_core": 4}
+        with config.force_config("rms_norm", forced):
+            assert config.explain(spec, problem) == (forced, "forced")
+            given = {**stored, "programs_per_core": 8}
+            assert config.explain(spec, problem, given) == (given, "argument")
+        monkeypatch.delenv("TKERNELS_CONFIG_DIR")
+        config.reload()
+        assert config.explain(spec, problem)[1] == "heuristic"
+    finally:
+        config.reload()
+
+
+def _path(folder: Path, spec: KernelSpec) -> Path:
+    return folder / device.current().arch / f"{spec.name}.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "expected a tuned-config file"),
+        ('{"schema": 9, "entries": []}', "expected schema 1, got 9"),
+        (None, "is left out: "),
+    ],
+)
+def test_bad_stored_config_warns_and_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, words: str
+) -> None:
+    spec = all_kernels()["rms_norm"]
+    problem = spec.cases[0].problem
+    default = spec.default_config(problem, device.current())
+    _store(tmp_path, spec, spec.tuning_key(problem), {**default, "BLOCK_N": 48})
+    if text is not None:
+        _path(tmp_path, spec).write_text(text)
+    monkeypatch.setenv("TKERNELS_CONFIG_DIR", str(tmp_path))
+    config.reload()
+    try:
+        with pytest.warns(UserWarning, match=words):
+            assert config.explain(spec, problem) == (default, "heuristic")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # said once, not at every launch
+            config.explain(spec, problem)
+    finally:
+        config.reload()
+
+
+def test_shipped_files_are_valid() -> None:
+    names = all_kernels()
+    shipped = Path(config.__file__).parent / "configs"
+    for path in shipped.glob("*/*.json"):
+        facts = device.offline_facts(path.parent.name)
+        spec = names[path.stem]
+        stored = json.loads(path.read_text())
+        assert stored["schema"] == config.SCHEMA
+        assert stored["kernel"] == spec.name
+        assert stored["arch"] == facts.arch
+        keys = [json.dumps(e["key"], sort_keys=True) for e in stored["entries"]]
+        assert len(keys) == len(set(keys)), f"{path.name} holds a key twice"
+        for entry in stored["entries"]:
+            assert set(entry["config"]) <= set(spec.space(facts))

@@ -1,0 +1,145 @@
+"""Every registered kernel, every smoke and edge case: equals its reference, writes nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tkernels import config, device
+from tkernels.registry import Case, KernelSpec, all_kernels
+from tkernels.testing import assert_right, clone_inputs, guarded, tensors_of
+
+TESTED = [
+    pytest.param(spec, case, id=f"{spec.name}-{case.name}")
+    for spec in all_kernels().values()
+    for case in spec.cases
+    if case.tags & {"smoke", "edge"}
+]
+each_case = pytest.mark.parametrize(("spec", "case"), TESTED)
+
+
+def run(spec: KernelSpec, inputs: dict[str, Any], **more: Any) -> tuple[torch.Tensor, ...]:
+    """Results, then mutated arguments, of a call on ``inputs`` (which it may change)."""
+    results = tensors_of(spec.launch(**inputs, **more))
+    return (*results, *(inputs[name] for name in spec.mutates))
+
+
+@each_case
+def test_equals_reference(spec: KernelSpec, case: Case, dev: torch.device) -> None:
+    inputs = spec.make_inputs(case.problem, dev)
+    kept = clone_inputs(inputs)
+    got = run(spec, inputs)
+    assert_right(spec, kept, got)
+    for name, before in kept.items():
+        if name not in spec.mutates and isinstance(before, torch.Tensor):
+            assert torch.equal(inputs[name].nan_to_num(7.0), before.nan_to_num(7.0)), (
+                f"{name} was changed"
+            )
+
+
+@each_case
+def test_guarded_strided(spec: KernelSpec, case: Case, dev: torch.device) -> None:
+    """Padded rows of NaN round every tensor: nothing is read from or written to the gaps."""
+    plain = spec.make_inputs(case.problem, dev)
+    padded = {
+        name: guarded(value) for name, value in plain.items() if _may_be_padded(spec, name, value)
+    }
+    inputs = {**clone_inputs(plain), **{name: g.tensor for name, g in padded.items()}}
+    reference = tensors_of(spec.reference(**clone_inputs(plain)))
+    outs = {
+        name: guarded(torch.full_like(result, 77.0))
+        for name, result in zip(spec.outputs, reference, strict=False)
+    }
+    got = run(spec, inputs, **{name: g.tensor for name, g in outs.items()})
+    assert_right(spec, plain, got)
+    for name, g in {**padded, **outs}.items():
+        g.check(f"{spec.name}: {name}")
+
+
+def _may_be_padded(spec: KernelSpec, name: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() >= 2 and name != "cos_sin_cache"
+
+
+@each_case
+def test_same_bits_again(spec: KernelSpec, case: Case, dev: torch.device) -> None:
+    inputs = spec.make_inputs(case.problem, dev)
+    first, second = run(spec, clone_inputs(inputs)), run(spec, clone_inputs(inputs))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("spec", all_kernels().values(), ids=lambda s: s.name)
+def test_fullgraph_compile(spec: KernelSpec, dev: torch.device) -> None:
+    """A model that calls the op traces without a graph break, out arguments included."""
+    case = next(c for c in spec.cases if "smoke" in c.tags)
+    inputs = spec.make_inputs(case.problem, dev)
+    reference = tensors_of(spec.reference(**clone_inputs(inputs)))
+
+    def call(kwargs: dict[str, Any]) -> Any:
+        return spec.launch(**kwargs)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for outs in ({}, dict(zip(spec.outputs, map(torch.zeros_like, reference), strict=False))):
+        kwargs = {**clone_inputs(inputs), **outs}
+        results = tensors_of(compiled(kwargs))
+        assert_right(spec, inputs, (*results, *(kwargs[n] for n in spec.mutates)))
+        for name, result in zip(outs, results, strict=False):
+            assert torch.equal(kwargs[name], result)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("spec", all_kernels().values(), ids=lambda s: s.name)
+def test_operator_is_well_formed(spec: KernelSpec, dev: torch.device) -> None:
+    """torch's own check: schema, fake implementation and mutation annotations agree."""
+    case = next(c for c in spec.cases if "smoke" in c.tags)
+    inputs = spec.make_inputs(case.problem, dev)
+    operator = getattr(torch.ops.tkernels, spec.name).default
+    torch.library.opcheck(operator, (), inputs, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", all_kernels().values(), ids=lambda s: s.name)
+def test_graph_capture(spec: KernelSpec, dev: torch.device) -> None:
+    """A captured call computes with the values that its buffers hold at replay."""
+    case = next(c for c in spec.cases if "smoke" in c.tags)
+    inputs = spec.make_inputs(case.problem, dev)
+    static = clone_inputs(inputs)
+    run(spec, clone_inputs(inputs))
+    graph = device.new_graph()
+    with device.capture(graph):
+        got = run(spec, static)
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            static[name].copy_(value.flip(0) if value.dtype.is_floating_point else value)
+    fresh = clone_inputs(static)
+    graph.replay()
+    device.synchronize()
+    assert_right(spec, fresh, got)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "case"),
+    [
+        pytest.param(spec, case, id=f"{spec.name}-{case.name}")
+        for spec in all_kernels().values()
+        for case in spec.cases
+        if "bench" in case.tags
+    ],
+)
+def test_bench_case_is_right(spec: KernelSpec, case: Case, dev: torch.device) -> None:
+    inputs = spec.make_inputs(case.problem, dev)
+    kept = clone_inputs(inputs)
+    assert_right(spec, kept, run(spec, inputs))
+
+
+def test_memo_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = all_kernels()["rms_norm"]
+    monkeypatch.setattr(config, "_MEMO_LIMIT", 8)
+    for n in range(1, 30):
+        config.resolve(spec, (1, n, 64, torch.float32), None)
+    assert len(config._memo["rms_norm"]) <= 8
+    config.reload()

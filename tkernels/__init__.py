@@ -1,0 +1,21 @@
+"""tkernels: Triton kernels for Qwen3-class models on NVIDIA GPUs and Ascend NPUs.
+
+Import it before triton on a machine without an accelerator (see ``tkernels.device``).
+"""
+
+from tkernels import device, reference  # isort: skip  (device decides how triton is imported)
+from tkernels.config import force_config
+from tkernels.device import UnsupportedError
+from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
+from tkernels.ops.rms_norm import rms_norm
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "UnsupportedError",
+    "device",
+    "force_config",
+    "fused_add_rms_norm",
+    "reference",
+    "rms_norm",
+]

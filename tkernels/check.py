@@ -1,0 +1,88 @@
+"""Argument checks that answer with one sentence: op, argument, what was expected, what came.
+
+They look at metadata only (shape, dtype, stride, device), so they never wait for the device and are
+always on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tkernels import device
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(value: object) -> str:
+    """``int64 [4, 9]`` for a tensor, ``'x' (str)`` style for anything else."""
+    if isinstance(value, torch.Tensor):
+        return f"{_short(value.dtype)} {list(value.shape)}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def check_tensor(op: str, name: str, t: torch.Tensor) -> None:
+    """``t`` is a tensor that a kernel launched now can reach."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {describe(t)}")
+    if t.device.type != device.tensor_device().type:
+        raise ValueError(
+            f"{op}: {name} must be on device type {device.tensor_device().type!r}, "
+            f"got {str(t.device)!r}"
+        )
+    if device.MULTI_DEVICE and t.device.index != device.current_index():
+        raise ValueError(
+            f"{op}: {name} must be on the current device (index {device.current_index()}), got "
+            f"{str(t.device)!r}; make that device current around the call"
+        )
+
+
+def check_dtype(op: str, name: str, t: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
+    """``t.dtype`` is one of ``allowed``."""
+    if t.dtype not in allowed:
+        names = " or ".join(_short(d) for d in allowed)
+        raise ValueError(f"{op}: {name} must be {names}, got {describe(t)}")
+
+
+def check_shape(op: str, name: str, t: torch.Tensor, **dims: int | None) -> None:
+    """``t`` has exactly these dimensions, in order; ``None`` accepts any size.
+
+    >>> check_shape("rope", "q", q, tokens=None, heads=None, head_dim=128)
+    """
+    shape = t.shape
+    if len(shape) == len(dims) and all(
+        want is None or got == want for got, want in zip(shape, dims.values(), strict=True)
+    ):
+        return
+    wanted = ", ".join(n if v is None else f"{n}={v}" for n, v in dims.items())
+    raise ValueError(f"{op}: {name} must have shape [{wanted}], got {describe(t)}")
+
+
+def check_last_contiguous(op: str, name: str, t: torch.Tensor) -> None:
+    """Neighbouring elements of the last dimension are neighbours in memory."""
+    if t.shape[-1] > 1 and t.stride(-1) != 1:
+        raise ValueError(
+            f"{op}: {name} must be contiguous in its last dimension (stride 1), "
+            f"got strides {list(t.stride())} for shape {list(t.shape)}"
+        )
+
+
+def check_no_overlap(op: str, name: str, t: torch.Tensor) -> None:
+    """``t`` will be written, so no two of its elements may share memory (as expand() makes)."""
+    if any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True)):
+        raise ValueError(
+            f"{op}: {name} must not repeat memory (a stride of 0), "
+            f"got strides {list(t.stride())} for shape {list(t.shape)}"
+        )
+
+
+def check_positive(op: str, name: str, value: float) -> None:
+    """``value`` is a number above zero."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{op}: {name} must be a number > 0, got {describe(value)}")

@@ -1,0 +1,146 @@
+"""Which config a launch uses. Nothing here tunes, waits for the device or reads a tensor's value.
+
+Order: ``config=`` argument > ``force_config()`` > ``$TKERNELS_CONFIG_DIR/<arch>/<kernel>.json`` >
+the JSON files shipped in ``tkernels/configs`` > the kernel's own heuristic.
+
+A config given in code must be legal, or the reason is raised. A stored one that is not legal here
+is left out with one warning, because a config may be slow but never wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tkernels import device
+from tkernels.registry import Config, KernelSpec, Problem
+
+SCHEMA = 1
+_MEMO_LIMIT = 4096  # distinct problems remembered a kernel; token counts vary without end
+
+_memo: dict[str, dict[tuple[Any, ...], tuple[Config, int]]] = {}
+_forced: dict[str, Config] = {}
+
+
+def resolve(spec: KernelSpec, values: tuple[Any, ...], config: Config | None) -> tuple[Config, int]:
+    """``(keyword arguments of the launch, most programs to start)`` for one call.
+
+    ``values`` are the problem's values in the order of ``spec.problem_fields``; the problem itself
+    is only built when this tuple was not seen before.
+    """
+    if config is None and not _forced:
+        seen = _memo.get(spec.name)
+        if seen is not None:
+            hit = seen.get(values)
+            if hit is not None:
+                return hit
+    return _resolve_new(spec, values, config)
+
+
+def _resolve_new(
+    spec: KernelSpec, values: tuple[Any, ...], config: Config | None
+) -> tuple[Config, int]:
+    problem = dict(zip(spec.problem_fields, values, strict=True))
+    chosen, source = explain(spec, problem, config)
+    resolved = _split(chosen)
+    if source not in ("argument", "forced"):
+        seen = _memo.setdefault(spec.name, {})
+        if len(seen) >= _MEMO_LIMIT:
+            seen.clear()
+        seen[values] = resolved
+    return resolved
+
+
+def _split(config: Config) -> tuple[Config, int]:
+    """``programs_per_core`` bounds the grid; everything else goes to the launch."""
+    dev = device.current()
+    kwargs = dict(config)
+    per_core = kwargs.pop("programs_per_core", 0)
+    return kwargs, min(per_core * dev.num_cores or dev.max_programs, dev.max_programs)
+
+
+def explain(spec: KernelSpec, problem: Problem, config: Config | None = None) -> tuple[Config, str]:
+    """The config for ``problem`` and where it came from: argument, forced, a file, or heuristic."""
+    dev = device.current()
+    for given, source in ((config, "argument"), (_forced.get(spec.name), "forced")):
+        if given is None:
+            continue
+        why = why_unusable(spec, given, problem)
+        if why:
+            raise ValueError(f"{spec.name}: config must be legal on {dev.arch}, got {given}: {why}")
+        return given, source
+    key = spec.tuning_key(problem)
+    for folder in config_folders():
+        path = folder / dev.arch / f"{spec.name}.json"
+        for entry in _entries(path):
+            if entry["key"] == key:
+                why = why_unusable(spec, entry["config"], problem)
+                if why is None:
+                    return entry["config"], str(path)
+                _warn_once(f"{spec.name}: config {entry['config']} in {path} is left out: {why}")
+    return spec.default_config(problem, dev), "heuristic"
+
+
+def why_unusable(spec: KernelSpec, config: Config, problem: Problem) -> str | None:
+    """Reason why ``config`` cannot serve ``problem`` here, unknown or missing keys included."""
+    dev = device.current()
+    known = set(spec.space(dev))
+    if unknown := set(config) - known:
+        return f"unknown key {', '.join(sorted(unknown))} (expected {', '.join(sorted(known))})"
+    if missing := set(spec.default_config(problem, dev)) - set(config):
+        return f"missing key {', '.join(sorted(missing))}"
+    return spec.why_illegal(config, problem, dev)
+
+
+@contextlib.contextmanager
+def force_config(kernel: str, config: Config) -> Iterator[None]:
+    """Every call of ``kernel`` inside the block uses ``config`` (tests and tuner)."""
+    before = _forced.get(kernel)
+    _forced[kernel] = config
+    try:
+        yield
+    finally:
+        if before is None:
+            del _forced[kernel]
+        else:
+            _forced[kernel] = before
+
+
+def config_folders() -> list[Path]:
+    """Folders that hold ``<arch>/<kernel>.json``, first match first."""
+    own = os.environ.get("TKERNELS_CONFIG_DIR")
+    shipped = Path(__file__).parent / "configs"
+    return [Path(own), shipped] if own else [shipped]
+
+
+def reload() -> None:
+    """Forget what was read and resolved, after a tuned file or TKERNELS_CONFIG_DIR changed."""
+    _memo.clear()
+    _entries.cache_clear()
+    _warn_once.cache_clear()
+
+
+@functools.cache
+def _entries(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    try:
+        stored = json.loads(path.read_text())
+        if stored["schema"] != SCHEMA:
+            _warn_once(f"{path}: expected schema {SCHEMA}, got {stored['schema']}; left out")
+            return []
+        return [{"key": dict(e["key"]), "config": dict(e["config"])} for e in stored["entries"]]
+    except (ValueError, KeyError, TypeError) as error:
+        _warn_once(f"{path}: expected a tuned-config file, got {error!r}; left out")
+        return []
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)

@@ -1,0 +1,358 @@
+"""The only file that knows a backend: which accelerator this is, its facts, and thin calls into it.
+
+It must be imported before the first ``import triton``: on a machine without an accelerator it turns
+on Triton's interpreter, and Triton decides at *its own* import whether ``tl.zeros`` and friends are
+interpreted. Kernel files therefore take ``triton`` and ``tl`` from here. Where triton is not
+installed both names are stand-ins: every reference still works, and a launch says what is missing.
+
+``TKERNELS_DEVICE`` overrides the choice:
+
+* ``cuda``, ``npu``, ``cpu``: that device (``cpu`` = interpreter).
+* ``compile:sm90``, ``compile:ascend910b``: facts of that chip, tensors on the CPU, no interpreter.
+  Nothing can be launched, but kernels can be compiled and inspected (tests, offline tuning).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import math
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+
+__all__ = ["KIND", "Device", "UnsupportedError", "current", "tensor_device", "tl", "triton"]
+
+
+class UnsupportedError(RuntimeError):
+    """The operation exists, but not on this device or in this installation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Facts about one chip, all that launchers, legality rules and search spaces may depend on."""
+
+    type: str  # "cuda" | "npu" | "cpu"
+    arch: str  # "sm90", "ascend910b", "interpret": the folder name of tuned configs
+    name: str
+    num_cores: int  # programs that run side by side: SMs, or vector cores
+    num_dot_cores: int  # the same for kernels with tl.dot: SMs, or cube cores
+    local_mem_bytes: int  # shared memory a program may use, or the unified buffer (UB)
+    registers: int  # 32-bit registers of one core; 0 where the notion does not exist
+    max_programs: int
+    align_bytes: int
+    dtypes: frozenset[torch.dtype]
+    l1_bytes: int = 0  # Ascend: L1 and L0 buffers of a cube core
+    l0a_bytes: int = 0
+    l0b_bytes: int = 0
+    l0c_bytes: int = 0
+    compile_only: bool = False  # facts only: tensors live on the CPU and nothing can be launched
+
+
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_KIB = 1024
+
+# Shared memory per block (opt-in) by compute capability: CUDA C++ Programming Guide, table
+# "Technical Specifications per Compute Capability". Used offline; a live card is asked instead.
+_SM_SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+_SM_CORES = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 148, 120: 170}
+
+# (cube cores, vector cores) as Huawei's compiler prints them for each chip (ascendnpu-ir 1.2.0).
+_ASCEND_CORES = {
+    "Ascend910B1": (24, 48),
+    "Ascend910B2": (24, 48),
+    "Ascend910B2C": (24, 48),
+    "Ascend910B3": (20, 40),
+    "Ascend910B4": (20, 40),
+    "Ascend910B4-1": (20, 40),
+}
+
+
+def sm_facts(capability: int) -> Device:
+    """Facts of an NVIDIA chip by compute capability (90 for H100), with no device present."""
+    if capability not in _SM_SHARED:
+        known = ", ".join(f"sm{c}" for c in _SM_SHARED)
+        raise UnsupportedError(
+            f"tkernels: expected a compute capability of {known}, got sm{capability}"
+        )
+    return Device(
+        type="cuda",
+        arch=f"sm{capability}",
+        name=f"sm{capability} (facts only)",
+        num_cores=_SM_CORES[capability],
+        num_dot_cores=_SM_CORES[capability],
+        local_mem_bytes=_SM_SHARED[capability] * _KIB,
+        registers=65536,
+        max_programs=2**31 - 1,
+        align_bytes=16,
+        dtypes=_FLOATS,
+        compile_only=True,
+    )
+
+
+def ascend_facts(name: str = "Ascend910B3") -> Device:
+    """Facts of an Ascend 910B chip by name, with no device present."""
+    if name not in _ASCEND_CORES:
+        known = ", ".join(_ASCEND_CORES)
+        raise UnsupportedError(f"tkernels: expected an Ascend chip of {known}, got {name}")
+    cube, vector = _ASCEND_CORES[name]
+    return Device(
+        type="npu",
+        arch="ascend910b",
+        name=name,
+        num_cores=vector,
+        num_dot_cores=cube,
+        local_mem_bytes=192 * _KIB,
+        registers=0,
+        max_programs=65535,
+        align_bytes=32,
+        dtypes=_FLOATS,
+        l1_bytes=512 * _KIB,
+        l0a_bytes=64 * _KIB,
+        l0b_bytes=64 * _KIB,
+        l0c_bytes=128 * _KIB,
+        compile_only=True,
+    )
+
+
+# Few programs on purpose, so that tests make each one walk over several tiles.
+_INTERPRET = Device(
+    type="cpu",
+    arch="interpret",
+    name="Triton interpreter",
+    num_cores=4,
+    num_dot_cores=4,
+    local_mem_bytes=227 * _KIB,
+    registers=65536,
+    max_programs=65535,
+    align_bytes=16,
+    dtypes=_FLOATS,
+)
+
+
+def offline_facts(arch: str) -> Device:
+    """``Device`` of an architecture folder name such as ``sm90`` or ``ascend910b``."""
+    if arch == "ascend910b":
+        return ascend_facts()
+    if arch.startswith("sm") and arch[2:].isdigit():
+        return sm_facts(int(arch[2:]))
+    raise UnsupportedError(
+        f"tkernels: expected an architecture like sm90 or ascend910b, got {arch!r}"
+    )
+
+
+def _npu_available() -> bool:
+    if importlib.util.find_spec("torch_npu") is None:
+        return False
+    importlib.import_module("torch_npu")  # registers torch.npu
+    return bool(torch.npu.is_available())  # type: ignore[attr-defined]
+
+
+def _find_kind() -> tuple[str, str]:
+    """(kind, architecture to compile for or ""), from TKERNELS_DEVICE or from what is there."""
+    asked = os.environ.get("TKERNELS_DEVICE", "")
+    if asked.startswith("compile:"):
+        return offline_facts(asked.removeprefix("compile:")).type, asked.removeprefix("compile:")
+    if asked not in ("", "cuda", "npu", "cpu"):
+        raise UnsupportedError(
+            f"tkernels: TKERNELS_DEVICE must be cuda, npu, cpu or compile:<arch>, got {asked!r}"
+        )
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("tkernels: TKERNELS_DEVICE=cuda, but torch sees no CUDA device")
+    if asked == "npu" and not _npu_available():
+        raise UnsupportedError("tkernels: TKERNELS_DEVICE=npu, but torch_npu sees no NPU")
+    if asked:
+        return asked, ""
+    if torch.cuda.is_available():
+        return "cuda", ""
+    return ("npu" if _npu_available() else "cpu"), ""
+
+
+KIND, _COMPILE_ARCH = _find_kind()
+
+
+def _check_one_triton() -> None:
+    """triton and triton-ascend overwrite each other's files when installed side by side."""
+    homes = []
+    for dist in ("triton", "triton-ascend"):
+        try:
+            homes.append(importlib.metadata.distribution(dist).locate_file("triton"))
+        except importlib.metadata.PackageNotFoundError:
+            return
+    if homes[0] == homes[1]:
+        raise ImportError(
+            "tkernels: expected one of triton and triton-ascend, got both installed in one "
+            "environment, where they overwrite each other; remove both (pip uninstall triton "
+            "triton-ascend), then install the one for your device"
+        )
+
+
+class _MissingTriton(types.ModuleType):
+    """Stands for triton and triton.language where triton is absent; complains at launch only."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _MissingTriton(f"{self.__name__}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _MissingTriton(self.__name__)  # e.g. @triton.jit
+
+    def __getitem__(self, grid: Any) -> Any:
+        raise UnsupportedError(
+            "tkernels: expected triton to be installed to launch a kernel, got none; install "
+            "tkernels[cuda] or tkernels[npu], or call tkernels.reference for the PyTorch version"
+        )
+
+
+if TYPE_CHECKING:
+    from tkernels import _triton as tl
+    from tkernels import _triton as triton
+else:
+    _check_one_triton()
+    if KIND == "cpu" and not _COMPILE_ARCH:
+        if "triton" in sys.modules:
+            _zeros = getattr(sys.modules.get("triton.language"), "zeros", None)
+            if type(_zeros).__name__ == "JITFunction":
+                raise ImportError(
+                    "tkernels: expected to be imported before triton on a machine without an "
+                    "accelerator (its interpreter is chosen at import), got triton already "
+                    "imported; move 'import tkernels' up or set TRITON_INTERPRET=1"
+                )
+        os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton") is None:
+        triton, tl = _MissingTriton("triton"), _MissingTriton("triton.language")
+    else:
+        import triton
+
+
+def _cuda_device() -> Device:
+    if torch.version.hip:
+        raise UnsupportedError(
+            "tkernels: expected an NVIDIA GPU, got an AMD one (ROCm build of torch)"
+        )
+    p = torch.cuda.get_device_properties(torch.cuda.current_device())
+    facts = sm_facts(p.major * 10 + p.minor)
+    shared = getattr(p, "shared_memory_per_block_optin", facts.local_mem_bytes)
+    return dataclasses.replace(
+        facts,
+        name=p.name,
+        num_cores=p.multi_processor_count,
+        num_dot_cores=p.multi_processor_count,
+        local_mem_bytes=int(shared),
+        compile_only=False,
+    )
+
+
+def _npu_device() -> Device:
+    facts = ascend_facts(str(torch.npu.get_device_name()))  # type: ignore[attr-defined]
+    # The table holds the chip's full counts; the driver knows what this card has.
+    live = triton.runtime.driver.active.utils.get_device_properties(0)
+    return dataclasses.replace(
+        facts,
+        num_cores=int(live.get("num_vectorcore", facts.num_cores)),
+        num_dot_cores=int(live.get("num_aicore", facts.num_dot_cores)),
+        compile_only=False,
+    )
+
+
+@functools.cache
+def current() -> Device:
+    """The device that kernels launch on. Unknown hardware raises ``UnsupportedError``."""
+    if _COMPILE_ARCH:
+        return offline_facts(_COMPILE_ARCH)
+    if KIND == "cuda":
+        return _cuda_device()
+    return _npu_device() if KIND == "npu" else _INTERPRET
+
+
+@functools.cache
+def tensor_device() -> torch.device:
+    """Where tensors for this device live (the CPU for the interpreter and for compile-only)."""
+    return torch.device("cpu" if _COMPILE_ARCH else KIND)
+
+
+def _backend() -> Any:
+    """torch.cuda or torch.npu, which share the names used below."""
+    if tensor_device().type == "cpu":
+        raise UnsupportedError("tkernels: expected an accelerator for this call, got the CPU")
+    return torch.cuda if KIND == "cuda" else torch.npu  # type: ignore[attr-defined]
+
+
+MULTI_DEVICE = tensor_device().type != "cpu" and _backend().device_count() > 1
+
+
+def current_index() -> int:
+    """Index of the device that a launch goes to (only worth asking when MULTI_DEVICE)."""
+    return int(_backend().current_device())
+
+
+def synchronize() -> None:
+    """Wait for queued work; nothing to wait for on the CPU."""
+    if tensor_device().type != "cpu":
+        _backend().synchronize()
+
+
+def timing_event() -> Any:
+    """A device event that records time (``record()``, ``elapsed_time(other)`` in milliseconds)."""
+    return _backend().Event(enable_timing=True)
+
+
+def new_graph() -> Any:
+    """An empty CUDAGraph or NPUGraph; ``capture`` fills it, ``.replay()`` runs it."""
+    backend = _backend()
+    return backend.CUDAGraph() if KIND == "cuda" else backend.NPUGraph()
+
+
+@contextlib.contextmanager
+def capture(graph: Any, *, pool: Any = None) -> Iterator[None]:
+    """Record what is launched inside the ``with`` block into ``graph``."""
+    with _backend().graph(graph, pool=pool):
+        yield
+
+
+def memory_peak(*, reset: bool = False) -> int:
+    """Peak bytes: of the allocator on an accelerator, of the process (resident set) on the CPU."""
+    if tensor_device().type == "cpu":
+        import resource  # not on Windows, where only this figure is missing
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
+    peak = int(_backend().max_memory_allocated())
+    if reset:
+        _backend().reset_peak_memory_stats()
+    return peak
+
+
+def l2_bytes() -> int:
+    """Bytes of last-level cache that a cold-cache timing must push out; 0 on the CPU."""
+    if tensor_device().type == "cpu":
+        return 0
+    if KIND == "npu":
+        return 192 * 1024 * _KIB
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+
+
+def versions() -> dict[str, str]:
+    """Versions that a measurement depends on, for result rows."""
+    found = {"torch": torch.__version__, "triton": str(getattr(triton, "__version__", "absent"))}
+    if KIND == "cuda" and not _COMPILE_ARCH:
+        found["cuda"] = str(torch.version.cuda)
+    return found
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling division on the host (triton.cdiv without needing triton)."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two >= n (n >= 1)."""
+    return 1 << max(0, math.ceil(math.log2(n))) if n > 1 else 1

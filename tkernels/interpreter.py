@@ -1,0 +1,67 @@
+"""Make Triton's interpreter compute bfloat16 as hardware does. For tests and tools on the CPU.
+
+Triton keeps bfloat16 as uint16 bit patterns in its interpreter. As of 3.9, ``tl.dot`` multiplies
+these patterns as integers (triton-lang/triton issue 11584), and float32 -> bfloat16 cuts the low
+bits off where every GPU and NPU rounds to nearest even. Both are patched here, not worked around in
+kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tkernels.device import tl
+
+
+def bf16_bits(values: Any) -> Any:
+    """float32 array -> uint16 bfloat16 patterns, rounded to nearest even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    quiet_nan = (bits >> 16) | 0x40
+    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, quiet_nan, rounded).astype(np.uint16)
+
+
+def f32_values(patterns: Any) -> Any:
+    """uint16 bfloat16 patterns -> the float32 array they stand for."""
+    return (patterns.astype(np.uint32) << 16).view(np.float32)
+
+
+def correct_bfloat16() -> None:
+    """Patch the interpreter in this process. Safe to call twice."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    if getattr(builder, "_tkernels_bfloat16", False):
+        return
+    original_cast, original_dot = builder.cast_impl, builder.create_dot
+
+    def cast(self: Any, src: Any, dst_type: Any) -> Any:
+        pair = (src.dtype.scalar, dst_type.scalar)
+        if pair == (tl.float32, tl.bfloat16):
+            return interpreter.TensorHandle(
+                bf16_bits(src.data).reshape(src.data.shape), tl.bfloat16
+            )
+        if pair == (tl.bfloat16, tl.float32):
+            return interpreter.TensorHandle(
+                f32_values(src.data).reshape(src.data.shape), tl.float32
+            )
+        return original_cast(self, src, dst_type)
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar == tl.bfloat16:
+            return interpreter.TensorHandle(f32_values(handle.data), tl.float32)
+        return handle
+
+    def dot(self: Any, a: Any, b: Any, acc: Any, *rest: Any) -> Any:
+        return original_dot(self, widened(a), widened(b), acc, *rest)
+
+    def trunc(self: Any, src: Any, dst_type: Any) -> Any:
+        return self.cast_impl(src, dst_type)
+
+    builder.cast_impl = cast
+    builder.create_fp_trunc = trunc
+    builder.create_fp_ext = trunc
+    builder.create_dot = dot
+    builder._tkernels_bfloat16 = True

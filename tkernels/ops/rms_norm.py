@@ -1,0 +1,208 @@
+"""Root-mean-square layer norm (Zhang and Sennrich, 2019, arXiv 1910.07467).
+
+    out[r, :] = x[r, :] / sqrt(mean(x[r, :]^2) + eps) * weight
+
+x, out: [..., n_cols], rows anywhere in memory, columns contiguous. weight: [n_cols].
+Everything between load and store is fp32, so fp16 rows do not overflow when squared.
+
+A row that fits one tile is read once; a wider one is read twice (sum of squares, then scaling),
+in column blocks. Small rows share a program, BLOCK_ROWS at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from tkernels import rows
+from tkernels.check import check_positive
+from tkernels.config import resolve
+from tkernels.device import Device, cdiv, tl, triton
+from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
+
+
+def rms_norm_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """PyTorch version of ``rms_norm``: fp32 inside, rounded once."""
+    x32 = x.float()
+    normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    return normed.to(x.dtype) if out is None else out.copy_(normed)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    stride_xo,
+    stride_xi,
+    stride_oo,
+    stride_oi,
+    n_inner,
+    n_inner_tiles,
+    n_tiles,
+    n_cols,
+    eps,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ONE_PASS: tl.constexpr,  # a row fits one tile
+):
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+        outer = (tile // n_inner_tiles).to(tl.int64)
+        inner = (tile % n_inner_tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+        row_ok = inner < n_inner
+        x_rows = x_ptr + outer * stride_xo + inner.to(tl.int64) * stride_xi  # [BLOCK_ROWS, 1]
+        out_rows = out_ptr + outer * stride_oo + inner.to(tl.int64) * stride_oi
+
+        if ONE_PASS:
+            ok = row_ok & (cols < n_cols)
+            x = tl.load(x_rows + cols, mask=ok, other=0.0).to(tl.float32)
+            weight = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(x * x, axis=1) / n_cols + eps)
+            tl.store(out_rows + cols, x * scale[:, None] * weight, mask=ok)
+        else:
+            squares = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
+            for start in range(0, n_cols, BLOCK_N):
+                ok = row_ok & (start + cols < n_cols)
+                x = tl.load(x_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
+                squares += x * x
+            scale = tl.rsqrt(tl.sum(squares, axis=1) / n_cols + eps)
+            for start in range(0, n_cols, BLOCK_N):
+                col_ok = start + cols < n_cols
+                ok = row_ok & col_ok
+                x = tl.load(x_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
+                weight = tl.load(weight_ptr + start + cols, mask=col_ok, other=0.0).to(tl.float32)
+                tl.store(out_rows + start + cols, x * scale[:, None] * weight, mask=ok)
+
+
+@op
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    out: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """Scale each row of ``x`` to root-mean-square 1, then by ``weight``.
+
+    Args:
+        x: [..., n_cols], fp32, bf16 or fp16; n_cols >= 1. Columns are contiguous; the leading
+            dimensions may have any strides that two row levels can express.
+        weight: [n_cols], contiguous, fp32, bf16 or fp16 (it may differ from ``x``).
+        eps: added to the mean square; > 0.
+        out: where to write, shape and dtype of ``x``, own strides; may be ``x`` itself.
+        config: launch config; None looks it up.
+
+    Returns:
+        ``out``, or a new contiguous tensor.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
+    """
+    n_cols = rows.check_row_input("rms_norm", "x", x)
+    rows.check_weight("rms_norm", weight, n_cols)
+    check_positive("rms_norm", "eps", eps)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    else:
+        rows.check_row_output("rms_norm", "out", out, x)
+    if x.numel() == 0:
+        return out
+    outer, inner, *strides = rows.row_layout("rms_norm", ("x", "out"), (x, out))
+    cfg, max_programs = resolve(SPEC, (outer, inner, n_cols, x.dtype), config)
+    inner_tiles = cdiv(inner, cfg["BLOCK_ROWS"])
+    n_tiles = outer * inner_tiles
+    _rms_norm_kernel[(min(n_tiles, max_programs),)](
+        x,
+        weight,
+        out,
+        *strides,
+        inner,
+        inner_tiles,
+        n_tiles,
+        n_cols,
+        eps,
+        ONE_PASS=cfg["BLOCK_N"] >= n_cols,
+        **cfg,
+    )
+    return out
+
+
+# ---- facts for tests, bench and tuner --------------------------------------------------------
+
+_LIVE = 3  # fp32 values an element that are alive at once: x, weight, result
+
+
+def _make_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
+    return {
+        "x": rows.random_rows(problem, dev, seed=0),
+        "weight": rows.random_weight(problem, dev),
+        "eps": 1e-6,
+    }
+
+
+def _default_config(problem: Problem, dev: Device) -> Config:
+    return rows.default_row_config(problem, dev, live=_LIVE)
+
+
+def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
+    return rows.why_illegal_rows(config, problem, dev, live=_LIVE)
+
+
+def _cost(problem: Problem) -> Cost:
+    n = problem["n_outer"] * problem["n_inner"] * problem["n_cols"]
+    item = problem["dtype"].itemsize
+    return Cost(flops=4 * n, bytes=(2 * n + problem["n_cols"]) * item)
+
+
+def _providers(inputs: dict[str, Any]) -> dict[str, Any]:
+    x, weight, eps = inputs["x"], inputs["weight"], inputs["eps"]
+    out = torch.empty_like(x)
+    peers: dict[str, Any] = {
+        "torch": lambda: torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+    }
+    if x.dim() == 2:
+        with contextlib.suppress(ImportError):
+            import flashinfer
+
+            peers["flashinfer"] = lambda: flashinfer.rmsnorm(x, weight, eps, out=out)
+    return peers
+
+
+SPEC = register(
+    KernelSpec(
+        name="rms_norm",
+        launch=rms_norm,
+        reference=rms_norm_ref,
+        problem_fields=rows.ROW_FIELDS,
+        make_inputs=_make_inputs,
+        cases=(
+            Case("5x64-bf16", rows.row_problem(5, 64, torch.bfloat16)),
+            Case("3x1000-fp32", rows.row_problem(3, 1000, torch.float32)),
+            Case("2x1-fp16", rows.row_problem(2, 1, torch.float16), frozenset({"edge"})),
+            Case("1x33-bf16", rows.row_problem(1, 33, torch.bfloat16), frozenset({"edge"})),
+            Case("heads-7x3x64-fp16", rows.row_problem(3, 64, torch.float16, outer=7)),
+            Case("2x4097-fp32", rows.row_problem(2, 4097, torch.float32), frozenset({"edge"})),
+            Case("2x16384-bf16", rows.row_problem(2, 16384, torch.bfloat16), frozenset({"edge"})),
+            Case("2x20000-fp16", rows.row_problem(2, 20000, torch.float16), frozenset({"edge"})),
+            *rows.bench_cases(),
+        ),
+        tuning_key=rows.row_tuning_key,
+        space=rows.row_space,
+        default_config=_default_config,
+        why_illegal=_why_illegal,
+        cost=_cost,
+        outputs=("out",),
+        providers=_providers,
+    )
+)

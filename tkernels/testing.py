@@ -1,0 +1,247 @@
+"""Shared by tests, bench and tuner: how close is right, guarded buffers, and the one timer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tkernels import device
+from tkernels.registry import KernelSpec
+
+# (largest relative error of an element, relative error of the whole), by output dtype. An element
+# is measured against the larger of its own size and the tensor's root mean square, so that values
+# near zero do not dominate. A bf16 value may be two roundings (2 * 2^-8) away from the exact one.
+TOLERANCE = {
+    torch.float64: (1e-6, 1e-7),
+    torch.float32: (1e-5, 2e-6),
+    torch.float16: (2e-3, 6e-4),
+    torch.bfloat16: (1.6e-2, 5e-3),
+}
+
+
+def assert_close(
+    actual: torch.Tensor, truth: torch.Tensor, *, what: str, factor: float = 1.0
+) -> None:
+    """``actual`` equals ``truth`` within the tolerance of ``actual``'s dtype, times ``factor``.
+
+    ``truth`` is computed in higher precision. Integers and bools must be equal; NaN and infinities
+    must stand in the same places. Raises AssertionError with both errors and the worst element.
+    """
+    if actual.shape != truth.shape:
+        raise AssertionError(f"{what}: shape {list(actual.shape)}, expected {list(truth.shape)}")
+    if actual.numel() == 0:
+        return
+    if not actual.dtype.is_floating_point:
+        wrong = int((actual != truth).sum())
+        if wrong:
+            raise AssertionError(f"{what}: {wrong} of {actual.numel()} integers differ")
+        return
+    a, t = actual.detach().double().cpu(), truth.detach().double().cpu()
+    # What overflows the output's own dtype is infinite there.
+    t = torch.where(t.abs() > torch.finfo(actual.dtype).max, t.sign() * math.inf, t)
+    finite = t.isfinite()
+    if not torch.equal(a.isnan(), t.isnan()) or not torch.equal(
+        a[~finite & ~t.isnan()], t[~finite & ~t.isnan()]
+    ):
+        bad = int((a.isfinite() != finite).sum())
+        raise AssertionError(f"{what}: NaN or infinity in the wrong places ({bad} elements)")
+    a, t = a[finite], t[finite]
+    if t.numel() == 0:
+        return
+    rms = t.pow(2).mean().sqrt().clamp_min(1e-30)
+    errors = (a - t).abs() / torch.maximum(t.abs(), rms)
+    worst, overall = float(errors.max()), float((a - t).pow(2).mean().sqrt() / rms)
+    most, most_overall = (limit * factor for limit in TOLERANCE[actual.dtype])
+    if worst > most or overall > most_overall:
+        i = int(errors.argmax())
+        raise AssertionError(
+            f"{what}: largest relative error {worst:.2e} (limit {most:.1e}), overall {overall:.2e} "
+            f"(limit {most_overall:.1e}); worst element: got {float(a[i]):.6g}, "
+            f"expected {float(t[i]):.6g}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Guarded:
+    """A tensor surrounded by sentinel elements that nobody may write."""
+
+    tensor: torch.Tensor
+    buffer: torch.Tensor
+    before: torch.Tensor
+
+    def check(self, what: str) -> None:
+        """Raise AssertionError if an element outside ``tensor`` changed."""
+        now, then = self.buffer.clone(), self.before.clone()
+        for copy in (now, then):
+            copy.as_strided(
+                self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset()
+            ).zero_()
+        bits = torch.int64 if now.element_size() == 8 else _BITS[now.element_size()]
+        changed = int((now.view(bits) != then.view(bits)).sum())
+        if changed:
+            raise AssertionError(f"{what}: {changed} elements outside the tensor were written")
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def guarded(
+    values: torch.Tensor, *, padding: int = 3, band: int = 64, fill: float = math.nan
+) -> Guarded:
+    """Copy of ``values`` with gaps of ``padding`` columns behind each row and ``band`` elements at
+    both ends, all filled with NaN (integers: a large odd number)."""
+    shape = list(values.shape)
+    row = (shape[-1] if shape else 1) + padding
+    count = 2 * band + math.prod(shape[:-1]) * row
+    sentinel: float | int = fill if values.dtype.is_floating_point else 111
+    buffer = torch.full((count,), sentinel, dtype=values.dtype, device=values.device)
+    strides, step = [1], row
+    for n in reversed(shape[:-1]):
+        strides.insert(0, step)
+        step *= n
+    tensor = buffer.as_strided(shape, strides[len(strides) - len(shape) :], band)
+    tensor.copy_(values)
+    return Guarded(tensor, buffer, buffer.clone())
+
+
+def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
+    """What an operation returned, as a tuple."""
+    if result is None:
+        return ()
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
+def clone_inputs(inputs: Mapping[str, Any], *, precise: bool = False) -> dict[str, Any]:
+    """Copies of all tensors; with ``precise``, floating-point ones as float32 (float64 stays)."""
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if precise and value.dtype in (torch.float16, torch.bfloat16):
+            return value.float()
+        return value.clone()
+
+    return {name: copy(value) for name, value in inputs.items()}
+
+
+def truth_of(spec: KernelSpec, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The reference's results on float32 copies of ``inputs``, then the arguments it mutated."""
+    precise = clone_inputs(inputs, precise=True)
+    results = tensors_of(spec.reference(**precise))
+    return (*results, *(precise[name] for name in spec.mutates))
+
+
+def result_names(spec: KernelSpec) -> tuple[str, ...]:
+    """Names for the tensors of ``truth_of``, for messages."""
+    return (*(spec.outputs or ("result",) * (not spec.mutates)), *spec.mutates)
+
+
+def assert_right(spec: KernelSpec, inputs: Mapping[str, Any], got: Sequence[torch.Tensor]) -> None:
+    """``got`` (results, then mutated arguments) matches the reference."""
+    truth = truth_of(spec, inputs)
+    assert len(got) == len(truth), (spec.name, len(got), len(truth))
+    for name, actual, expected in zip(result_names(spec), got, truth, strict=True):
+        assert_close(actual, expected, what=f"{spec.name}: {name}", factor=spec.tolerance)
+
+
+# ---- timing ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call: median, 20th and 80th percentile; and how it was measured."""
+
+    ms: float
+    p20: float
+    p80: float
+    method: str
+
+
+def summarise(samples: Sequence[float], method: str) -> Timing:
+    """Median and percentiles of ``samples`` (milliseconds)."""
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    return Timing(
+        statistics.median(ordered),
+        ordered[round(0.2 * last)],
+        ordered[round(0.8 * last)],
+        method,
+    )
+
+
+def time_ms(
+    calls: Mapping[str, Sequence[Callable[[], Any]]],
+    *,
+    rounds: int = 30,
+    min_ms: float = 0.2,
+) -> dict[str, Timing]:
+    """Time several candidates against each other, interleaved.
+
+    ``calls`` gives for each candidate a list of equivalent calls on different buffers; going round
+    them keeps the cache cold where the buffers together exceed it. On an accelerator the calls are
+    captured into a graph (one replay lasts at least ``min_ms``) and replayed ``rounds`` times, the
+    candidates taking turns, so that clock and temperature drift hit all alike. A candidate that
+    cannot be captured is timed with events round the same loop, and its ``method`` says so.
+    """
+    if device.tensor_device().type == "cpu":
+        return _time_host(calls, rounds)
+    prepared = {name: _prepare(list(fns), min_ms) for name, fns in calls.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, (run, count, _method) in prepared.items():
+            start, end = device.timing_event(), device.timing_event()
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            samples[name].append(start.elapsed_time(end) / count)
+    return {name: summarise(samples[name], prepared[name][2]) for name in calls}
+
+
+def _prepare(fns: list[Callable[[], Any]], min_ms: float) -> tuple[Callable[[], Any], int, str]:
+    """(function that runs all calls, how many calls that is, method)."""
+    for fn in fns:
+        fn()  # compile and allocate outside the measurement
+    device.synchronize()
+    once = _loop_ms(fns, len(fns)) / len(fns)
+    repeats = max(1, min(200, math.ceil(min_ms / max(once, 1e-4) / len(fns))))
+    sequence = fns * repeats
+    graph = device.new_graph()
+    try:
+        with device.capture(graph):
+            for fn in sequence:
+                fn()
+    except RuntimeError:
+        device.synchronize()
+        return (lambda: [fn() for fn in sequence]), len(sequence), "events"
+    graph.replay()
+    device.synchronize()
+    return graph.replay, len(sequence), "graph"
+
+
+def _loop_ms(fns: list[Callable[[], Any]], count: int) -> float:
+    start, end = device.timing_event(), device.timing_event()
+    start.record()
+    for i in range(count):
+        fns[i % len(fns)]()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def _time_host(calls: Mapping[str, Sequence[Callable[[], Any]]], rounds: int) -> dict[str, Timing]:
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for fns in calls.values():
+        fns[0]()
+    for i in range(rounds):
+        for name, fns in calls.items():
+            start = time.perf_counter()
+            fns[i % len(fns)]()
+            samples[name].append(1e3 * (time.perf_counter() - start))
+    return {name: summarise(s, "host clock") for name, s in samples.items()}
