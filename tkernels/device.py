@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-
 __all__ = ["KIND", "Device", "UnsupportedError", "current", "tensor_device", "tl", "triton"]
 
 
