@@ -230,7 +230,8 @@ else:
     if importlib.util.find_spec("triton") is None:
         triton, tl = _MissingTriton("triton"), _MissingTriton("triton.language")
     else:
-        import triton
+        triton = importlib.import_module("triton")
+        tl = importlib.import_module("triton.language")
 
 
 def _cuda_device() -> Device:
