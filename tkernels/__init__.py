@@ -8,11 +8,13 @@ from tkernels.config import force_config
 from tkernels.device import UnsupportedError
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
 from tkernels.ops.rms_norm import rms_norm
+from tkernels.rope_table import build_cos_sin_cache
 
 __version__ = "0.1.0"
 
 __all__ = [
     "UnsupportedError",
+    "build_cos_sin_cache",
     "device",
     "force_config",
     "fused_add_rms_norm",
