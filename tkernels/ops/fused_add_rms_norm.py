@@ -63,16 +63,18 @@ def _fused_add_rms_norm_kernel(
     n_inner,
     n_inner_tiles,
     n_tiles,
-    n_cols,
     eps,
+    N_COLS: tl.constexpr,
+    TWO_LEVELS: tl.constexpr,  # rows have an outer stride too
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    ONE_PASS: tl.constexpr,  # a row fits one tile
 ):
     cols = tl.arange(0, BLOCK_N)[None, :]
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-        outer = (tile // n_inner_tiles).to(tl.int64)
-        inner = (tile % n_inner_tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+        inner_tile, outer = tile, tl.cast(0, tl.int64)
+        if TWO_LEVELS:
+            inner_tile, outer = tile % n_inner_tiles, (tile // n_inner_tiles).to(tl.int64)
+        inner = inner_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
         row_ok = inner < n_inner
         inner64 = inner.to(tl.int64)
         x_rows = x_ptr + outer * stride_xo + inner64 * stride_xi  # [BLOCK_ROWS, 1]
@@ -80,35 +82,37 @@ def _fused_add_rms_norm_kernel(
         out_rows = out_ptr + outer * stride_oo + inner64 * stride_oi
         sum_rows = residual_out_ptr + outer * stride_so + inner64 * stride_si
 
-        if ONE_PASS:
-            ok = row_ok & (cols < n_cols)
+        if BLOCK_N >= N_COLS:
+            ok = row_ok & (cols < N_COLS)
             x = tl.load(x_rows + cols, mask=ok, other=0.0).to(tl.float32)
             residual = tl.load(residual_rows + cols, mask=ok, other=0.0).to(tl.float32)
+            # Before the store, which it could not overtake: a single row then waits once.
+            weight = tl.load(weight_ptr + cols, mask=cols < N_COLS, other=0.0)
             rounded = (x + residual).to(residual_out_ptr.dtype.element_ty)
             tl.store(sum_rows + cols, rounded, mask=ok)
             total = rounded.to(tl.float32)
-            weight = tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-            scale = tl.rsqrt(tl.sum(total * total, axis=1) / n_cols + eps)
-            tl.store(out_rows + cols, total * scale[:, None] * weight, mask=ok)
+            scale = tl.rsqrt(tl.sum(total * total, axis=1) / N_COLS + eps)
+            normed = total * scale[:, None] * weight.to(tl.float32)
+            tl.store(out_rows + cols, normed, mask=ok)
         else:
             squares = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
-            for start in range(0, n_cols, BLOCK_N):
-                ok = row_ok & (start + cols < n_cols)
+            for start in range(0, N_COLS, BLOCK_N):
+                ok = row_ok & (start + cols < N_COLS)
                 x = tl.load(x_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
                 residual = tl.load(residual_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
                 total = (x + residual).to(residual_out_ptr.dtype.element_ty).to(tl.float32)
                 squares += total * total
-            scale = tl.rsqrt(tl.sum(squares, axis=1) / n_cols + eps)
-            for start in range(0, n_cols, BLOCK_N):
-                col_ok = start + cols < n_cols
+            scale = tl.rsqrt(tl.sum(squares, axis=1) / N_COLS + eps)
+            for start in range(0, N_COLS, BLOCK_N):
+                col_ok = start + cols < N_COLS
                 ok = row_ok & col_ok
                 x = tl.load(x_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
                 residual = tl.load(residual_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
                 rounded = (x + residual).to(residual_out_ptr.dtype.element_ty)
                 tl.store(sum_rows + start + cols, rounded, mask=ok)
-                weight = tl.load(weight_ptr + start + cols, mask=col_ok, other=0.0).to(tl.float32)
+                gain = tl.load(weight_ptr + start + cols, mask=col_ok, other=0.0).to(tl.float32)
                 total = rounded.to(tl.float32)
-                tl.store(out_rows + start + cols, total * scale[:, None] * weight, mask=ok)
+                tl.store(out_rows + start + cols, total * scale[:, None] * gain, mask=ok)
 
 
 @op
@@ -170,9 +174,9 @@ def fused_add_rms_norm(
         inner,
         inner_tiles,
         n_tiles,
-        n_cols,
         eps,
-        ONE_PASS=cfg["BLOCK_N"] >= n_cols,
+        N_COLS=n_cols,
+        TWO_LEVELS=outer > 1,
         **cfg,
     )
     return out, residual_out
