@@ -1,0 +1,64 @@
+"""The Ascend check has its own environment (``make test-ascend``); elsewhere it steps aside."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+
+import pytest
+
+
+def _why_not() -> str:
+    """Why these tests cannot run in this environment; "" if they can."""
+    try:
+        version = importlib.metadata.version("triton-ascend")
+    except importlib.metadata.PackageNotFoundError:
+        return (
+            "triton-ascend is not installed in this environment (make test-ascend brings its own)"
+        )
+    if importlib.util.find_spec("triton.backends.ascend") is None:
+        return f"triton-ascend {version} is installed, but import triton finds another triton"
+    return ""
+
+
+DEVICE = "compile:ascend910b"
+WHY_NOT = _why_not()
+# Collected by accident, every test here would fail at its imports.
+collect_ignore_glob = ["*.py"] if WHY_NOT else []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--update-table`` rewrites tests/ascend/table.json from what the compiler says now."""
+    parser.addoption("--update-table", action="store_true", help="rewrite tests/ascend/table.json")
+
+
+def pytest_configure() -> None:
+    """Check the device; tests/conftest.py has imported tkernels, so it is too late to choose."""
+    given = os.environ.get("TKERNELS_DEVICE", "")
+    if not WHY_NOT and given != DEVICE:
+        raise pytest.UsageError(
+            f"tests/ascend: TKERNELS_DEVICE must be {DEVICE}, got {given!r}; run make test-ascend, "
+            f"or TKERNELS_DEVICE={DEVICE} .venv-ascend/bin/python -m pytest tests/ascend"
+        )
+
+
+def pytest_report_header() -> list[str]:
+    """Say which compilers were asked, or why none was."""
+    if WHY_NOT:
+        return [f"tests/ascend: not collected, {WHY_NOT}"]
+    names = ("triton-ascend", "ascendnpu-ir")
+    found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    return [f"tests/ascend: {found}"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A plain ``pytest`` has written its header before it reads this file: say it at the end."""
+    if WHY_NOT:
+        terminalreporter.write_line(f"tests/ascend: not collected, {WHY_NOT}")
+
+
+@pytest.fixture(scope="session")
+def update_table(request: pytest.FixtureRequest) -> bool:
+    """Whether ``--update-table`` was given."""
+    return bool(request.config.getoption("--update-table"))

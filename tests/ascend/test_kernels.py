@@ -1,0 +1,183 @@
+"""Every registered kernel with its 910B config: lowered, accepted, run on the CPU, recorded."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tkernels import device
+from tkernels.registry import Case, KernelSpec, all_kernels
+from tkernels.testing import assert_right, clone_inputs, tensors_of
+
+from . import bisheng, table
+from .bisheng import Verdict
+from .cpu_build import build
+from .lower import lower, scalar_memory_loops
+from .record import Variant, record_launches, variant_of
+from .run_cpu import execute
+
+SPECS = all_kernels()
+CPU = torch.device("cpu")
+
+
+def _cases(*tags: str) -> list[Any]:
+    return [
+        pytest.param(spec, case, id=f"{spec.name}-{case.name}")
+        for spec in SPECS.values()
+        for case in spec.cases
+        if case.tags & set(tags)
+    ]
+
+
+each_case = pytest.mark.parametrize(("spec", "case"), _cases("smoke", "edge", "bench"))
+each_small_case = pytest.mark.parametrize(("spec", "case"), _cases("smoke", "edge"))
+each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One program of a kernel and what became of it."""
+
+    variant: Variant
+    linalg: str
+    verdict: Verdict
+
+
+@functools.cache
+def launches_of(kernel: str, case_name: str) -> tuple[tuple[Variant, tuple[int, int, int]], ...]:
+    """Program and grid of each launch that ``case_name`` makes; nothing is run.
+
+    The tensors are fake ones, without memory: bench cases are large. A launcher that reads a value
+    fails here, as it should (it would make the host wait for the device).
+    """
+    spec = SPECS[kernel]
+    case = next(c for c in spec.cases if c.name == case_name)
+    with FakeTensorMode(), record_launches() as launches:
+        spec.launch(**spec.make_inputs(case.problem, CPU))
+    return tuple((variant_of(launch), launch.grid) for launch in launches)
+
+
+@functools.cache
+def compiled(variant: Variant) -> Compiled:
+    """Lower ``variant`` and ask Huawei's compiler about it."""
+    linalg = lower(variant)
+    return Compiled(variant, linalg, bisheng.check(linalg, bisheng.options_of(variant)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_ahead(request: pytest.FixtureRequest) -> None:
+    """Start the compilers for all chosen tests on all cores; the tests find cached answers."""
+    asked: set[Hashable] = set()
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for item in request.session.items:
+            if not hasattr(item, "callspec"):
+                continue
+            values: dict[str, Any] = item.callspec.params
+            if "spec" not in values:
+                continue
+            will_run = getattr(item, "originalname", "") == "test_values"
+            for case in [values["case"]] if "case" in values else values["spec"].cases:
+                # Whatever goes wrong here is met again, and reported, by the test itself.
+                with contextlib.suppress(Exception):
+                    for variant, _ in launches_of(values["spec"].name, case.name):
+                        linalg, options = lower(variant), bisheng.options_of(variant)
+                        if will_run and linalg not in asked:
+                            pool.submit(build, linalg)
+                            asked.add(linalg)
+                        if (linalg, options) not in asked:
+                            pool.submit(bisheng.check, linalg, options)
+                            asked.add((linalg, options))
+
+
+def test_the_device_is_an_ascend_without_interpreter() -> None:
+    facts = device.current()
+    assert (facts.type, facts.arch, facts.compile_only) == ("npu", "ascend910b", True)
+    assert SPECS, "no kernel is registered"
+
+
+@each_case
+def test_accepted(spec: KernelSpec, case: Case) -> None:
+    """It lowers, and the compiler takes it without switching anything off to make it fit."""
+    for variant, grid in launches_of(spec.name, case.name):
+        name = f"{variant.fn.__name__} {dict(variant.constants)}"
+        assert math.prod(grid) <= device.current().max_programs, f"{name}: grid {grid}"
+        verdict = compiled(variant).verdict
+        assert verdict.reason == "", f"{name}: {verdict.reason}"
+        assert verdict.degraded == (), f"{name}: accepted only after {', '.join(verdict.degraded)}"
+
+
+@each_case
+def test_no_scalar_loop(spec: KernelSpec, case: Case) -> None:
+    """No loop over single elements, unless the spec says why one is accepted."""
+    for variant, _ in launches_of(spec.name, case.name):
+        one = compiled(variant)
+        counts = {
+            "load or store memory": scalar_memory_loops(one.linalg),
+            "touch local buffers": bisheng.scalar_loops(one.verdict.hivm),
+        }
+        found = ", ".join(f"{n} loops {what}" for what, n in counts.items() if n)
+        assert spec.scalar_loop_reason or not found, (
+            f"{variant.fn.__name__} {dict(variant.constants)}: {found} one element at a time"
+        )
+
+
+@each_small_case
+def test_values(spec: KernelSpec, case: Case) -> None:
+    """What the lowered kernel computes on the CPU equals the reference; nothing else changes."""
+    inputs = spec.make_inputs(case.problem, CPU)
+    kept = clone_inputs(inputs)
+    with _poisoned_allocations(), record_launches(execute):
+        results = tensors_of(spec.launch(**inputs))
+    assert_right(spec, kept, (*results, *(inputs[name] for name in spec.mutates)))
+    for name, before in kept.items():
+        if isinstance(before, torch.Tensor) and name not in spec.mutates:
+            assert torch.equal(_bits(inputs[name]), _bits(before)), f"{name} was changed"
+
+
+@each_spec
+def test_table(spec: KernelSpec, update_table: bool) -> None:
+    """The committed table says what the compiler says."""
+    rows: dict[str, table.Row] = {}
+    for case in spec.cases:
+        for variant, _ in launches_of(spec.name, case.name):
+            one = compiled(variant)
+            row = table.row(spec.name, case.name, variant, one.linalg, one.verdict)
+            rows.setdefault(table.label(row), row)
+    if update_table:
+        table.replace_kernel(spec.name, list(rows.values()))
+    stale = table.differences(spec.name, list(rows.values()))
+    assert not stale, "\n".join(
+        ["table.json is stale; judge each line, then run with --update-table and commit:", *stale]
+    )
+
+
+def test_table_holds_no_other_kernels(update_table: bool) -> None:
+    _, rows = table.load()
+    if update_table:
+        rows = [row for row in rows if row["kernel"] in SPECS]
+        table.save(rows)
+    assert {row["kernel"] for row in rows} - set(SPECS) == set()
+
+
+@contextlib.contextmanager
+def _poisoned_allocations() -> Iterator[None]:
+    """torch.empty and its kin hand out NaN (integers: the largest), so unwritten elements show."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor
