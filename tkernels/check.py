@@ -1,17 +1,19 @@
 """Argument checks that answer with one sentence: op, argument, what was expected, what came.
 
 They look at metadata only (shape, dtype, stride, device), so they never wait for the device and are
-always on.
+always on. Checks of values, which do wait, belong under ``if check.DEBUG`` (TKERNELS_DEBUG=1).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
 
 from tkernels import device
 
+DEBUG = os.environ.get("TKERNELS_DEBUG") == "1"
 INDEX_DTYPES = (torch.int32, torch.int64)
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
