@@ -6,18 +6,22 @@ Import it before triton on a machine without an accelerator (see ``tkernels.devi
 from tkernels import device, reference  # isort: skip  (device decides how triton is imported)
 from tkernels.config import force_config
 from tkernels.device import UnsupportedError
+from tkernels.ops.append_paged_kv import append_paged_kv
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
 from tkernels.ops.rms_norm import rms_norm
+from tkernels.ops.silu_and_mul import silu_and_mul
 from tkernels.rope_table import build_cos_sin_cache
 
 __version__ = "0.1.0"
 
 __all__ = [
     "UnsupportedError",
+    "append_paged_kv",
     "build_cos_sin_cache",
     "device",
     "force_config",
     "fused_add_rms_norm",
     "reference",
     "rms_norm",
+    "silu_and_mul",
 ]
