@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+import tkernels
 from tkernels import config, device
 from tkernels.registry import Case, KernelSpec, all_kernels
-from tkernels.testing import assert_right, clone_inputs, guarded, tensors_of
+from tkernels.testing import assert_close, assert_right, clone_inputs, guarded, tensors_of
 
 TESTED = [
     pytest.param(spec, case, id=f"{spec.name}-{case.name}")
@@ -136,10 +137,24 @@ def test_bench_case_is_right(spec: KernelSpec, case: Case, dev: torch.device) ->
     assert_right(spec, kept, run(spec, inputs))
 
 
-def test_memo_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = all_kernels()["rms_norm"]
+def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch, dev: torch.device) -> None:
     monkeypatch.setattr(config, "_MEMO_LIMIT", 8)
-    for n in range(1, 30):
-        config.resolve(spec, (1, n, 64, torch.float32), None)
-    assert len(config._memo["rms_norm"]) <= 8
     config.reload()
+    weight = torch.ones(4, device=dev)
+    for n in range(1, 12):
+        tkernels.rms_norm(torch.ones(n, 4, device=dev), weight)
+    assert all(len(plans) <= 8 for plans in config._plans.values())
+    config.reload()
+
+
+def test_plan_is_not_reused_for_other_metadata(dev: torch.device) -> None:
+    """Alternating shapes, strides and dtypes: each call gets the plan of its own metadata."""
+    wide = torch.randn(6, 64, device=dev)
+    for x in (wide, wide[:, :32], wide[::2], wide.half(), wide[:3], wide, wide[::2]):
+        weight = torch.rand(x.shape[-1], device=dev)
+        expected = tkernels.reference.rms_norm(x.float(), weight)
+        assert_close(tkernels.rms_norm(x, weight), expected, what="rms_norm")
+    with pytest.raises(ValueError, match="weight must have shape"):
+        tkernels.rms_norm(wide, torch.rand(63, device=dev))
+    with pytest.raises(ValueError, match="eps must be a number > 0"):
+        tkernels.rms_norm(wide, torch.rand(64, device=dev), eps=0.0)

@@ -88,3 +88,10 @@ def check_positive(op: str, name: str, value: float) -> None:
     """``value`` is a number above zero."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{op}: {name} must be a number > 0, got {describe(value)}")
+
+
+def new_output(op: str, x: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
+    """An uninitialised contiguous tensor like ``x``; of its shape too unless one is given."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: the first argument must be a tensor, got {describe(x)}")
+    return torch.empty(x.shape if shape is None else shape, dtype=x.dtype, device=x.device)

@@ -14,53 +14,75 @@ import functools
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
+
+import torch
 
 from tkernels import device
 from tkernels.registry import Config, KernelSpec, Problem
 
 SCHEMA = 1
-_MEMO_LIMIT = 4096  # distinct problems remembered a kernel; token counts vary without end
+_MEMO_LIMIT = 4096  # plans remembered an operation; token counts vary without end
 
-_memo: dict[str, dict[tuple[Any, ...], tuple[Config, int]]] = {}
+_P = TypeVar("_P")
 _forced: dict[str, Config] = {}
+_plans: dict[Callable[..., Any], dict[tuple[Any, ...], Any]] = {}
+_latest: dict[Callable[..., Any], tuple[tuple[Any, ...], Any]] = {}
+
+# With an accelerator the index tells everything (-1 is the CPU) and is cheaper to compare.
+_place: Callable[[torch.Tensor], Any] = (
+    (lambda t: t.device)
+    if device.tensor_device().type == "cpu" or device.MULTI_DEVICE
+    else torch.Tensor.get_device
+)
+
+
+def planned(
+    make_plan: Callable[..., _P],
+    config: Config | None,
+    tensors: tuple[torch.Tensor, ...],
+    *values: Any,
+) -> _P:
+    """``make_plan(*tensors, *values, config=config)``, remembered by metadata.
+
+    A plan is all that a launcher derives from shapes, strides, dtypes, devices and plain values:
+    it checks them, lays out rows, looks the config up. None of that can change while these do not,
+    so a call whose metadata was seen before only pays for collecting and comparing it. Layers of a
+    model repeat one metadata many times over, so the latest one is compared before the table is
+    asked, which would hash it.
+    """
+    if config is not None or _forced:
+        return make_plan(*tensors, *values, config=config)
+    try:
+        key = (*[(t.shape, t.stride(), t.dtype, _place(t)) for t in tensors], values)
+    except AttributeError:  # not a tensor: make_plan says which argument
+        return make_plan(*tensors, *values, config=None)
+    latest = _latest.get(make_plan)
+    if latest is not None and latest[0] == key:
+        return cast(_P, latest[1])
+    plans = _plans.setdefault(make_plan, {})
+    plan = plans.get(key)
+    if plan is None:
+        plan = make_plan(*tensors, *values, config=None)
+        if len(plans) >= _MEMO_LIMIT:
+            plans.clear()
+        plans[key] = plan
+    _latest[make_plan] = (key, plan)
+    return cast(_P, plan)
 
 
 def resolve(spec: KernelSpec, values: tuple[Any, ...], config: Config | None) -> tuple[Config, int]:
-    """``(keyword arguments of the launch, most programs to start)`` for one call.
+    """``(keyword arguments of the launch, most programs to start)`` for one problem.
 
-    ``values`` are the problem's values in the order of ``spec.problem_fields``; the problem itself
-    is only built when this tuple was not seen before.
+    ``values`` are the problem's values in the order of ``spec.problem_fields``.
+    ``programs_per_core`` bounds the grid (0 = a program for every tile); everything else in a
+    config goes to the launch.
     """
-    if config is None and not _forced:
-        seen = _memo.get(spec.name)
-        if seen is not None:
-            hit = seen.get(values)
-            if hit is not None:
-                return hit
-    return _resolve_new(spec, values, config)
-
-
-def _resolve_new(
-    spec: KernelSpec, values: tuple[Any, ...], config: Config | None
-) -> tuple[Config, int]:
-    problem = dict(zip(spec.problem_fields, values, strict=True))
-    chosen, source = explain(spec, problem, config)
-    resolved = _split(chosen)
-    if source not in ("argument", "forced"):
-        seen = _memo.setdefault(spec.name, {})
-        if len(seen) >= _MEMO_LIMIT:
-            seen.clear()
-        seen[values] = resolved
-    return resolved
-
-
-def _split(config: Config) -> tuple[Config, int]:
-    """``programs_per_core`` bounds the grid; everything else goes to the launch."""
     dev = device.current()
-    kwargs = dict(config)
+    problem = dict(zip(spec.problem_fields, values, strict=True))
+    kwargs = dict(explain(spec, problem, config)[0])
     per_core = kwargs.pop("programs_per_core", 0)
     return kwargs, min(per_core * dev.num_cores or dev.max_programs, dev.max_programs)
 
@@ -121,7 +143,8 @@ def config_folders() -> list[Path]:
 
 def reload() -> None:
     """Forget what was read and resolved, after a tuned file or TKERNELS_CONFIG_DIR changed."""
-    _memo.clear()
+    _plans.clear()
+    _latest.clear()
     _entries.cache_clear()
     _warn_once.cache_clear()
 

@@ -9,7 +9,7 @@ address, which Ascend would load one element at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from tkernels.check import (
     check_tensor,
     describe,
 )
-from tkernels.device import Device, next_power_of_2
-from tkernels.registry import Case, Config, Problem
+from tkernels.config import resolve
+from tkernels.device import Device, cdiv, next_power_of_2
+from tkernels.registry import Case, Config, KernelSpec, Problem
 
-# The values of resolve() for a row-wise kernel.
+# The values of resolve() for a row-wise kernel, in order.
 ROW_FIELDS = ("n_outer", "n_inner", "n_cols", "dtype")
 
 
@@ -101,6 +102,29 @@ def _collapse(shape: Sequence[int], strides: Sequence[int]) -> int | None:
         else:
             return None
     return step or 0
+
+
+# (grid, strides and counts, keyword arguments) of a launch.
+RowPlan = tuple[tuple[int], tuple[int, ...], dict[str, Any]]
+
+
+def plan_rows(
+    spec: KernelSpec, tensors: Mapping[str, torch.Tensor], n_cols: int, config: Config | None
+) -> RowPlan | None:
+    """Launch of a row-wise kernel; None where there are no rows.
+
+    The kernel takes two strides a tensor, in the order of ``tensors``, then ``n_inner,
+    n_inner_tiles, n_tiles``, and the constants ``N_COLS`` and ``TWO_LEVELS`` besides its config.
+    """
+    first = next(iter(tensors.values()))
+    if first.numel() == 0:
+        return None
+    outer, inner, *strides = row_layout(spec.name, list(tensors), list(tensors.values()))
+    cfg, max_programs = resolve(spec, (outer, inner, n_cols, first.dtype), config)
+    inner_tiles = cdiv(inner, cfg["BLOCK_ROWS"])
+    n_tiles = outer * inner_tiles
+    kwargs = {"N_COLS": n_cols, "TWO_LEVELS": outer > 1, **cfg}
+    return (min(n_tiles, max_programs),), (*strides, inner, inner_tiles, n_tiles), kwargs
 
 
 def default_row_config(

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from tkernels import rows
-from tkernels.check import check_positive
-from tkernels.config import resolve
-from tkernels.device import Device, cdiv, tl, triton
+from tkernels.check import check_positive, new_output
+from tkernels.config import planned
+from tkernels.device import Device, tl, triton
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
 
 
@@ -143,43 +143,37 @@ def fused_add_rms_norm(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
     """
+    if out is None:
+        out = new_output("fused_add_rms_norm", x)
+    if residual_out is None:
+        residual_out = new_output("fused_add_rms_norm", x)
+    plan = planned(_plan, config, (x, residual, weight, out, residual_out), eps)
+    if plan is not None:
+        grid, numbers, kwargs = plan
+        _fused_add_rms_norm_kernel[grid](
+            x, residual, weight, out, residual_out, *numbers, eps, **kwargs
+        )
+    return out, residual_out
+
+
+def _plan(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    residual_out: torch.Tensor,
+    eps: float,
+    config: Config | None,
+) -> rows.RowPlan | None:
     name = "fused_add_rms_norm"
     n_cols = rows.check_row_input(name, "x", x)
     rows.check_row_like(name, "residual", residual, x)
     rows.check_weight(name, weight, n_cols)
     check_positive(name, "eps", eps)
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    else:
-        rows.check_row_output(name, "out", out, x)
-    if residual_out is None:
-        residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    else:
-        rows.check_row_output(name, "residual_out", residual_out, x)
-    if x.numel() == 0:
-        return out, residual_out
-    outer, inner, *strides = rows.row_layout(
-        name, ("x", "residual", "out", "residual_out"), (x, residual, out, residual_out)
-    )
-    cfg, max_programs = resolve(SPEC, (outer, inner, n_cols, x.dtype), config)
-    inner_tiles = cdiv(inner, cfg["BLOCK_ROWS"])
-    n_tiles = outer * inner_tiles
-    _fused_add_rms_norm_kernel[(min(n_tiles, max_programs),)](
-        x,
-        residual,
-        weight,
-        out,
-        residual_out,
-        *strides,
-        inner,
-        inner_tiles,
-        n_tiles,
-        eps,
-        N_COLS=n_cols,
-        TWO_LEVELS=outer > 1,
-        **cfg,
-    )
-    return out, residual_out
+    rows.check_row_output(name, "out", out, x)
+    rows.check_row_output(name, "residual_out", residual_out, x)
+    tensors = {"x": x, "residual": residual, "out": out, "residual_out": residual_out}
+    return rows.plan_rows(SPEC, tensors, n_cols, config)
 
 
 # ---- facts for tests, bench and tuner --------------------------------------------------------

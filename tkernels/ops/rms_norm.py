@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from tkernels import rows
-from tkernels.check import check_positive
-from tkernels.config import resolve
-from tkernels.device import Device, cdiv, tl, triton
+from tkernels.check import check_positive, new_output
+from tkernels.config import planned
+from tkernels.device import Device, tl, triton
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
 
 
@@ -112,33 +112,23 @@ def rms_norm(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
     """
+    if out is None:
+        out = new_output("rms_norm", x)
+    plan = planned(_plan, config, (x, weight, out), eps)
+    if plan is not None:
+        grid, numbers, kwargs = plan
+        _rms_norm_kernel[grid](x, weight, out, *numbers, eps, **kwargs)
+    return out
+
+
+def _plan(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, config: Config | None
+) -> rows.RowPlan | None:
     n_cols = rows.check_row_input("rms_norm", "x", x)
     rows.check_weight("rms_norm", weight, n_cols)
     check_positive("rms_norm", "eps", eps)
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    else:
-        rows.check_row_output("rms_norm", "out", out, x)
-    if x.numel() == 0:
-        return out
-    outer, inner, *strides = rows.row_layout("rms_norm", ("x", "out"), (x, out))
-    cfg, max_programs = resolve(SPEC, (outer, inner, n_cols, x.dtype), config)
-    inner_tiles = cdiv(inner, cfg["BLOCK_ROWS"])
-    n_tiles = outer * inner_tiles
-    _rms_norm_kernel[(min(n_tiles, max_programs),)](
-        x,
-        weight,
-        out,
-        *strides,
-        inner,
-        inner_tiles,
-        n_tiles,
-        eps,
-        N_COLS=n_cols,
-        TWO_LEVELS=outer > 1,
-        **cfg,
-    )
-    return out
+    rows.check_row_output("rms_norm", "out", out, x)
+    return rows.plan_rows(SPEC, {"x": x, "out": out}, n_cols, config)
 
 
 # ---- facts for tests, bench and tuner --------------------------------------------------------
