@@ -86,6 +86,7 @@ def check(
 
 
 def _command(options: dict[str, object]) -> list[str]:
+    """Command line, as triton-ascend's backend makes it for A2 chips."""
     found = importlib.util.find_spec("ascendnpuir")
     assert found is not None
     assert found.origin is not None
@@ -126,6 +127,7 @@ def _run(command: list[str], folder: str, timeout: float) -> tuple[int, str]:
 
 
 def _reason(code: int, log: str) -> str:
+    """What the compiler complained about, in one line."""
     overflow = re.findall(r"\w+ overflow, requires \d+ bits while \d+ bits available", log)
     if overflow:
         return "; ".join(dict.fromkeys(overflow))

@@ -8,6 +8,8 @@ import os
 
 import pytest
 
+from .cpu_build import missing_tools
+
 
 def _why_not() -> str:
     """Why these tests cannot run in this environment; "" if they can."""
@@ -41,19 +43,24 @@ def pytest_configure() -> None:
             f"tests/ascend: TKERNELS_DEVICE must be {DEVICE}, got {given!r}; run make test-ascend, "
             f"or TKERNELS_DEVICE={DEVICE} .venv-ascend/bin/python -m pytest tests/ascend"
         )
+    if not WHY_NOT and missing_tools():
+        raise pytest.UsageError(
+            f"tests/ascend: {', '.join(missing_tools())} of LLVM 19 must be installed, got none; "
+            "run bash tests/ascend/setup.sh"
+        )
 
 
 def pytest_report_header() -> list[str]:
-    """Say which compilers were asked, or why none was."""
-    if WHY_NOT:
-        return [f"tests/ascend: not collected, {WHY_NOT}"]
+    """Name the compilers that will be asked."""
     names = ("triton-ascend", "ascendnpu-ir")
+    if WHY_NOT:
+        return []
     found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return [f"tests/ascend: {found}"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A plain ``pytest`` has written its header before it reads this file: say it at the end."""
+    """Say what is left out: at the end, as a plain ``pytest`` reads this file after its header."""
     if WHY_NOT:
         terminalreporter.write_line(f"tests/ascend: not collected, {WHY_NOT}")
 

@@ -47,6 +47,15 @@ _TO_LLVM = (
 )
 # x86's conversions to and from fp16; without them LLVM calls compiler-rt, which is not loaded.
 _CPU = ("-mattr=+f16c",) if platform.machine() == "x86_64" else ()
+# Local buffers start as NaN (0xFF bytes), so that one read before it is written shows.
+_POISONED_MALLOC = """
+declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
+define internal ptr @poisoned_malloc(i64 %size) {
+  %buffer = call ptr @malloc(i64 %size)
+  call void @llvm.memset.p0.i64(ptr %buffer, i8 -1, i64 %size, i1 false)
+  ret ptr %buffer
+}
+"""
 # The scalar types a kernel may take. Pointers arrive as memref and become five values.
 _C_TYPES = {
     "i1": ctypes.c_bool,
@@ -86,6 +95,7 @@ def missing_tools() -> list[str]:
 
 @functools.cache
 def _build_folder() -> tempfile.TemporaryDirectory[str]:
+    """Where the libraries lie for as long as this process lives."""
     return tempfile.TemporaryDirectory(prefix="ascend-host-")  # removed when the process ends
 
 
@@ -107,6 +117,8 @@ def build(linalg: str) -> HostKernel:
     )
     _run("mlir-opt", step["buf"], *_TO_LLVM, "-o", step["mlir"])
     _run("mlir-translate", "--mlir-to-llvmir", step["mlir"], "-o", step["ll"])
+    text = step["ll"].read_text().replace("call ptr @malloc(", "call ptr @poisoned_malloc(")
+    step["ll"].write_text(text + (_POISONED_MALLOC if "@malloc(" in text else ""))
     _run("llc", "-O2", *_CPU, "-filetype=obj", "-relocation-model=pic", step["ll"], "-o", step["o"])
     # Undefined names (malloc, expf, half conversions) are found in what Python has loaded.
     _run("ld", "-shared", step["o"], "-o", step["so"])
@@ -123,6 +135,7 @@ def _entry(linalg: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _run(tool: str, *arguments: str | Path) -> None:
+    """Run one tool; raise BuildError with what it complains about."""
     path = str(LLVM_BIN / tool) if tool != "ld" else "ld"
     done = subprocess.run([path, *map(str, arguments)], capture_output=True, text=True)
     if done.returncode != 0:

@@ -50,6 +50,7 @@ def lower(variant: Variant) -> str:
 
 
 def _lower(variant: Variant, options: dict[str, Any]) -> str:
+    """Python source -> ttir -> linalg, in the steps that triton.compile takes."""
     target = GPUTarget("npu", CHIP, 0)
     backend = AscendBackend(target)
     parsed = backend.parse_options(dict(options))

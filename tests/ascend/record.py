@@ -73,6 +73,7 @@ def record_launches(execute: Callable[[Launch], None] | None = None) -> Iterator
 
 
 def _bind(fn: JITFunction, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any]) -> Launch:
+    """Give each value its parameter's name, and work out the grid."""
     parameters = set(fn.arg_names)
     bound = inspect.signature(fn.fn).bind(
         *args, **{k: v for k, v in kwargs.items() if k in parameters}

@@ -31,7 +31,6 @@ from .record import Launch, variant_of
 _PAGE = mmap.PAGESIZE
 _BAND = 16 * _PAGE
 _POISON = 0xFF
-_M_PERTURB = -6  # mallopt: fill fresh memory, so that a buffer read before it is written shows
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -51,10 +50,12 @@ class _Fenced:
 
     @property
     def address(self) -> int:
+        """Where the storage's first byte is."""
         return int(self.bytes.ctypes.data) + self.first
 
     @property
     def storage(self) -> np.ndarray[Any, Any]:
+        """The storage's bytes, between the bands."""
         return self.bytes[self.first : self.first + len(self.usable)]
 
 
@@ -75,6 +76,7 @@ def execute(launch: Launch, timeout: float = 60) -> None:
 
 
 def _storage_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """All bytes of the tensor's storage, as a view."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
     return flat.numpy()
@@ -117,11 +119,13 @@ def _fence(tensors: dict[str, torch.Tensor], flush: bool) -> dict[int, _Fenced]:
 
 
 def _forbid(address: int) -> None:
+    """Make one page inaccessible."""
     if _LIBC.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(_PAGE), 0) != 0:
         raise OSError(ctypes.get_errno(), "mprotect failed")
 
 
 def _check_fences(launch: Launch, fenced: Iterable[_Fenced]) -> None:
+    """Raise ExecutionError if a byte changed that no tensor consists of."""
     for one in fenced:
         inside = np.zeros(len(one.bytes), dtype=bool)
         inside[:_PAGE] = inside[-_PAGE:] = True  # not mapped
@@ -143,12 +147,12 @@ def _run_in_child(
     fenced: dict[int, _Fenced],
     timeout: float,
 ) -> None:
+    """Run all programs in a fork; raise ExecutionError if it does not end well."""
     progress = mmap.mmap(-1, _PAGE)
     child = os.fork()
     if child == 0:
         try:
             faulthandler.disable()  # the parent reports the signal
-            _LIBC.mallopt(_M_PERTURB, 0x80)
             _run_programs(kernel, launch.grid, _c_arguments(kernel, arguments, fenced), progress)
             os._exit(0)
         except BaseException:
@@ -206,6 +210,7 @@ def _c_arguments(
 def _run_programs(
     kernel: HostKernel, grid: tuple[int, int, int], arguments: list[Any], progress: mmap.mmap
 ) -> None:
+    """Call the kernel for each program, leaving its id in ``progress`` for the parent."""
     function = getattr(ctypes.CDLL(str(kernel.library)), kernel.name)
     function.restype = None
     current = np.frombuffer(progress, np.int32, 3)

@@ -56,6 +56,7 @@ def _types(kinds: Iterable[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
+    """``value`` as JSON can hold it."""
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 

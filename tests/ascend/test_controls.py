@@ -59,6 +59,12 @@ def _two_masked_stride_2_stores(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _copy_without_padding(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out_ptr + i, tl.load(x_ptr + i, mask=i < n, care_padding=False))
+
+
+@triton.jit
 def _sort(x_ptr, out_ptr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     tl.store(out_ptr + i, tl.sort(tl.load(x_ptr + i)))
@@ -72,12 +78,14 @@ def _gather(x_ptr, index_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 def _launch_of(fn: Any, *args: Any, grid: int = 1, **kwargs: Any) -> Any:
+    """The one launch that ``fn`` makes with these arguments."""
     with record_launches() as launches:
         fn[(grid,)](*args, **kwargs)
     return launches[0]
 
 
 def _linalg(fn: Any, *args: Any, **kwargs: Any) -> str:
+    """Its lowered text."""
     return lower(variant_of(_launch_of(fn, *args, **kwargs)))
 
 
@@ -166,6 +174,13 @@ def test_unwritten_elements_do_not_match() -> None:
     execute(_launch_of(_add, x, y, out, 1000, grid=3, BLOCK=256))
     with pytest.raises(AssertionError, match="NaN"):
         assert_close(out, x + y, what="add")
+
+
+def test_use_of_an_unwritten_buffer_is_seen() -> None:
+    x, _, out = _vectors(64)
+    execute(_launch_of(_copy_without_padding, x, out, 60, BLOCK=64))
+    assert torch.equal(out[:60], x[:60])
+    assert out[60:].isnan().all()
 
 
 def test_write_behind_the_end_is_seen() -> None:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Set
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tkernels import device
 from tkernels.registry import Case, KernelSpec, all_kernels
-from tkernels.testing import assert_right, clone_inputs, tensors_of
+from tkernels.testing import assert_right, clone_inputs, guarded, tensors_of
 
 from . import bisheng, table
 from .bisheng import Verdict
@@ -31,6 +31,7 @@ CPU = torch.device("cpu")
 
 
 def _cases(*tags: str) -> list[Any]:
+    """Parameters of a test for all cases with one of ``tags``."""
     return [
         pytest.param(spec, case, id=f"{spec.name}-{case.name}")
         for spec in SPECS.values()
@@ -41,6 +42,7 @@ def _cases(*tags: str) -> list[Any]:
 
 each_case = pytest.mark.parametrize(("spec", "case"), _cases("smoke", "edge", "bench"))
 each_small_case = pytest.mark.parametrize(("spec", "case"), _cases("smoke", "edge"))
+each_smoke_case = pytest.mark.parametrize(("spec", "case"), _cases("smoke"))
 each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
 
 
@@ -134,8 +136,28 @@ def test_no_scalar_loop(spec: KernelSpec, case: Case) -> None:
 @each_small_case
 def test_values(spec: KernelSpec, case: Case) -> None:
     """What the lowered kernel computes on the CPU equals the reference; nothing else changes."""
-    inputs = spec.make_inputs(case.problem, CPU)
-    kept = clone_inputs(inputs)
+    _run_and_compare(spec, spec.make_inputs(case.problem, CPU))
+
+
+@each_smoke_case
+def test_values_between_gaps(spec: KernelSpec, case: Case) -> None:
+    """The same with padded rows, inputs and outputs; the gaps hold NaN and must stay untouched."""
+    plain = spec.make_inputs(case.problem, CPU)
+    results = tensors_of(spec.reference(**clone_inputs(plain)))
+    outs = dict(zip(spec.outputs, (r.new_full(r.shape, 77) for r in results), strict=False))
+    padded = {
+        name: guarded(value).tensor
+        for name, value in {**plain, **outs}.items()
+        if isinstance(value, torch.Tensor) and value.dim() >= 2 and name != "cos_sin_cache"
+    }
+    _run_and_compare(spec, {**plain, **padded}, set(outs))
+
+
+def _run_and_compare(
+    spec: KernelSpec, inputs: dict[str, Any], written: Set[str] = frozenset()
+) -> None:
+    """Run the launch from its lowering; check results, mutated arguments, all others."""
+    kept = clone_inputs({k: v for k, v in inputs.items() if k not in written})
     with _poisoned_allocations(), record_launches(execute):
         results = tensors_of(spec.launch(**inputs))
     assert_right(spec, kept, (*results, *(inputs[name] for name in spec.mutates)))
@@ -153,6 +175,7 @@ def test_table(spec: KernelSpec, update_table: bool) -> None:
             one = compiled(variant)
             row = table.row(spec.name, case.name, variant, one.linalg, one.verdict)
             rows.setdefault(table.label(row), row)
+    assert rows, "no case launches a kernel"
     if update_table:
         table.replace_kernel(spec.name, list(rows.values()))
     stale = table.differences(spec.name, list(rows.values()))
@@ -162,6 +185,7 @@ def test_table(spec: KernelSpec, update_table: bool) -> None:
 
 
 def test_table_holds_no_other_kernels(update_table: bool) -> None:
+    """Rows of kernels that were removed are removed, too."""
     _, rows = table.load()
     if update_table:
         rows = [row for row in rows if row["kernel"] in SPECS]
@@ -180,4 +204,5 @@ def _poisoned_allocations() -> Iterator[None]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes, in which NaN equals itself."""
     return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor
