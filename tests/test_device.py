@@ -1,0 +1,230 @@
+"""Facts of each chip, the one switch that chooses a device, and clear words where there is none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tkernels
+from tkernels import device
+from tkernels.device import UnsupportedError
+
+ROOT = Path(__file__).resolve().parents[1]
+SM = (80, 86, 89, 90, 100, 103, 120)
+ASCEND = ("Ascend910B1", "Ascend910B2", "Ascend910B2C", "Ascend910B3", "Ascend910B4")
+
+
+def fresh(program: str, chosen: str) -> subprocess.CompletedProcess[str]:
+    """Run ``program`` in a new process with TKERNELS_DEVICE set to ``chosen``."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**env, "TKERNELS_DEVICE": chosen},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+# ---- facts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", SM)
+def test_facts_of_nvidia_chips(capability: int) -> None:
+    facts = device.sm_facts(capability)
+    assert (facts.type, facts.arch) == ("cuda", f"sm{capability}")
+    assert facts.num_cores == facts.num_dot_cores >= 84
+    assert facts.registers == 65536
+    assert facts.align_bytes == 16
+    assert facts.compile_only
+    assert facts.dtypes == {torch.float32, torch.float16, torch.bfloat16}
+    assert device.offline_facts(facts.arch) == facts
+
+
+@pytest.mark.parametrize(
+    ("capability", "kib"), [(80, 163), (86, 99), (89, 99), (90, 227), (100, 227), (120, 99)]
+)
+def test_shared_memory_of_nvidia_chips(capability: int, kib: int) -> None:
+    assert device.sm_facts(capability).local_mem_bytes == kib * 1024
+
+
+@pytest.mark.parametrize("name", ASCEND)
+def test_facts_of_ascend_chips(name: str) -> None:
+    facts = device.ascend_facts(name)
+    assert (facts.type, facts.arch, facts.name) == ("npu", "ascend910b", name)
+    assert facts.num_cores == 2 * facts.num_dot_cores  # two vector cores beside each cube core
+    assert facts.num_dot_cores in (20, 24)
+    assert facts.max_programs == 65535
+    assert facts.align_bytes == 32
+    kib = [
+        n // 1024
+        for n in (
+            facts.local_mem_bytes,
+            facts.l1_bytes,
+            facts.l0a_bytes,
+            facts.l0b_bytes,
+            facts.l0c_bytes,
+        )
+    ]
+    assert kib == [192, 512, 64, 64, 128]
+    assert facts.compile_only
+
+
+def test_the_usual_ascend_chip() -> None:
+    assert device.offline_facts("ascend910b") == device.ascend_facts("Ascend910B3")
+
+
+def test_facts_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        device.sm_facts(90).num_cores = 1  # type: ignore[misc]
+
+
+def test_unknown_hardware_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"expected a compute capability of sm80, .*, got sm75"
+    ):
+        device.sm_facts(75)
+    with pytest.raises(UnsupportedError, match=r"expected an Ascend chip of .*, got Ascend310P3"):
+        device.ascend_facts("Ascend310P3")
+    with pytest.raises(
+        UnsupportedError, match=r"expected an architecture like sm90 .*, got 'gfx942'"
+    ):
+        device.offline_facts("gfx942")
+
+
+def test_unsupported_is_a_runtime_error() -> None:
+    assert issubclass(UnsupportedError, RuntimeError)
+    assert tkernels.UnsupportedError is UnsupportedError
+
+
+# ---- this machine ------------------------------------------------------------------------------
+
+
+def test_current_device_is_what_tests_run_on() -> None:
+    facts = device.current()
+    assert facts is device.current()  # found once
+    assert facts.type == device.KIND
+    assert not facts.compile_only
+    assert facts.num_cores > 0
+    assert torch.empty(1, device=device.tensor_device()).device.type == device.KIND
+    if device.KIND == "cpu":
+        assert facts.arch == "interpret"
+        assert os.environ["TRITON_INTERPRET"] == "1"
+
+
+@pytest.mark.skipif(device.KIND != "cpu", reason="says what a machine without accelerator answers")
+def test_accelerator_calls_on_the_cpu() -> None:
+    words = "tkernels: expected an accelerator for this call, got the CPU"
+    with pytest.raises(UnsupportedError, match=words):
+        device.new_graph()
+    with pytest.raises(UnsupportedError, match=words):
+        device.timing_event()
+    graph = object()
+    with pytest.raises(UnsupportedError, match=words), device.capture(graph):
+        pytest.fail("the block ran")
+    device.synchronize()  # nothing to wait for, and no error
+    assert device.l2_bytes() == 0
+
+
+@pytest.mark.gpu
+def test_graph_replays_what_it_captured() -> None:
+    x = torch.ones(4, device=device.tensor_device())
+    y = torch.empty_like(x)
+    graph = device.new_graph()
+    with device.capture(graph):
+        y.copy_(x * 2)
+    x.fill_(21.0)
+    graph.replay()
+    device.synchronize()
+    assert y.tolist() == [42.0] * 4
+
+
+def test_peak_memory_counts_what_was_held() -> None:
+    before = device.memory_peak()
+    held = torch.ones(64 * 2**20, dtype=torch.uint8, device=device.tensor_device())
+    assert device.memory_peak() >= before > 0
+    assert int(held[0]) == 1
+
+
+def test_versions_name_what_a_measurement_depends_on() -> None:
+    found = device.versions()
+    assert found["torch"] == torch.__version__
+    assert found["triton"]
+
+
+# ---- TKERNELS_DEVICE ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ("gpu", "TKERNELS_DEVICE must be cuda, npu, cpu or compile:<arch>, got 'gpu'"),
+        ("compile:sm75", "expected a compute capability of sm80"),
+        ("compile:", "expected an architecture like sm90 or ascend910b, got ''"),
+        pytest.param(
+            "cuda",
+            "TKERNELS_DEVICE=cuda, but torch sees no CUDA device",
+            marks=pytest.mark.skipif(
+                device.KIND == "cuda", reason="this machine has a CUDA device"
+            ),
+        ),
+        pytest.param(
+            "npu",
+            "TKERNELS_DEVICE=npu, but torch_npu sees no NPU",
+            marks=pytest.mark.skipif(device.KIND == "npu", reason="this machine has an NPU"),
+        ),
+    ],
+)
+def test_wrong_choice_is_refused(chosen: str, words: str) -> None:
+    done = fresh("import tkernels", chosen)
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("tkernels.device.UnsupportedError: tkernels: ")
+    assert words in last
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kind", "arch"),
+    [
+        ("cpu", "cpu", "interpret"),
+        ("compile:sm90", "cuda", "sm90"),
+        ("compile:ascend910b", "npu", "ascend910b"),
+    ],
+)
+def test_choice_is_followed(chosen: str, kind: str, arch: str) -> None:
+    """Tensors stay on the CPU, and only the CPU itself turns the interpreter on."""
+    done = fresh(
+        "import os\n"
+        "from tkernels import device as d\n"
+        "on = os.environ.get('TRITON_INTERPRET', '-')\n"
+        "print(d.KIND, d.current().arch, d.tensor_device(), on)",
+        chosen,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [kind, arch, "cpu", "1" if chosen == "cpu" else "-"]
+
+
+# ---- arithmetic --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "want"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2), (9, 1, 9)]
+)
+def test_cdiv(a: int, b: int, want: int) -> None:
+    assert device.cdiv(a, b) == want
+
+
+def test_next_power_of_2() -> None:
+    for exponent in range(1, 60):
+        power = 1 << exponent
+        assert device.next_power_of_2(power) == power
+        assert device.next_power_of_2(power + 1) == 2 * power
+        if exponent > 1:
+            assert device.next_power_of_2(power - 1) == power
+    assert device.next_power_of_2(1) == 1

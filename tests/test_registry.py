@@ -1,0 +1,224 @@
+"""Every file in tkernels/ops is one complete, documented, exported kernel."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import tkernels
+from tkernels import reference
+from tkernels.registry import Case, KernelSpec, all_kernels, get, op, register
+
+OPS = Path(tkernels.__file__).parent / "ops"
+FILES = sorted(path for path in OPS.glob("*.py") if path.stem != "__init__")
+SPECS = list(all_kernels().values())
+each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+each_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+
+
+def functions(path: Path) -> list[ast.FunctionDef]:
+    return [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
+
+
+def is_jit(function: ast.FunctionDef) -> bool:
+    return any(ast.unparse(d).startswith("triton.jit") for d in function.decorator_list)
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+
+def test_one_kernel_a_file() -> None:
+    assert sorted(all_kernels()) == [path.stem for path in FILES]
+
+
+@each_file
+def test_file_registers_itself_last(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    count = sum(ast.unparse(call.func) == "register" for call in calls)
+    assert count == 1, f"{path.name} must call register() once, got {count} calls"
+    last = tree.body[-1]
+    assert isinstance(last, ast.Assign), f"{path.name} must end with SPEC = register(...)"
+    assert ast.unparse(last.targets[0]) == "SPEC"
+    spec = importlib.import_module(f"tkernels.ops.{path.stem}").SPEC
+    assert spec is all_kernels()[path.stem]
+
+
+@each_file
+def test_file_is_documented(path: Path) -> None:
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    assert len(text.splitlines()) >= 3, (
+        f"{path.name} must begin with a docstring that gives formula, shapes and what is fused"
+    )
+
+
+@each_file
+def test_everything_but_kernels_is_annotated(path: Path) -> None:
+    """mypy lets these files be, because of the kernels in them."""
+    for function in functions(path):
+        if is_jit(function):
+            continue
+        arguments = function.args
+        bare = [
+            a.arg
+            for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+            if a.annotation is None
+        ]
+        assert not bare, f"{path.name}: {function.name} must annotate {bare}"
+        assert function.returns is not None, (
+            f"{path.name}: {function.name} must annotate its result"
+        )
+
+
+# ---- the public function -----------------------------------------------------------------------
+
+
+@each_spec
+def test_exported(spec: KernelSpec) -> None:
+    line = f"from tkernels.ops.{spec.name} import {spec.name}"
+    assert spec.name in tkernels.__all__, (
+        f'tkernels/__init__.py lacks the line "{line}" or the name in __all__'
+    )
+    assert getattr(tkernels, spec.name) is spec.launch
+    line = f"from tkernels.ops.{spec.name} import {spec.name}_ref as {spec.name}"
+    assert spec.name in reference.__all__, (
+        f'tkernels/reference.py lacks the line "{line}" or the name in __all__'
+    )
+    assert getattr(reference, spec.name) is spec.reference
+
+
+def test_exports_exist() -> None:
+    for module in (tkernels, reference):
+        for name in module.__all__:
+            assert hasattr(module, name), f"{module.__name__}.__all__ names {name}, which is absent"
+
+
+@each_spec
+def test_docstring_says_it_all(spec: KernelSpec) -> None:
+    text = inspect.getdoc(spec.launch) or ""
+    returns_nothing = inspect.signature(spec.launch).return_annotation in (None, "None")
+    for part in ("Args:", "Raises:", *(() if returns_nothing else ("Returns:",))):
+        assert f"\n{part}" in text, f"the docstring of {spec.name} lacks {part!r}"
+    arguments = text.partition("\nArgs:")[2].partition("\nRaises:")[0]
+    for name in inspect.signature(spec.launch).parameters:
+        told = any(
+            name in line.partition(":")[0].replace(",", " ").split()
+            for line in arguments.splitlines()
+        )
+        assert told, f"the docstring of {spec.name} does not tell what {name} is"
+    assert inspect.getdoc(spec.reference), f"{spec.name}_ref has no docstring"
+
+
+@each_spec
+def test_reference_has_the_same_signature(spec: KernelSpec) -> None:
+    assert inspect.signature(spec.reference) == inspect.signature(spec.launch)
+    assert spec.reference.__name__ == f"{spec.name}_ref"
+
+
+@each_spec
+def test_signature_follows_the_rules(spec: KernelSpec) -> None:
+    parameters = inspect.signature(spec.launch).parameters
+    last = list(parameters.values())[-1]
+    assert (last.name, last.kind, last.default) == ("config", last.KEYWORD_ONLY, None)
+    for name in (*spec.outputs, *spec.mutates):
+        assert name in parameters, f"{spec.name}: {name} is not an argument"
+    for name in spec.outputs:
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[name].default is None
+
+
+@each_spec
+def test_decorated_with_op(spec: KernelSpec) -> None:
+    plain = inspect.unwrap(spec.launch)
+    assert plain is not spec.launch, f"{spec.name} must be decorated with @op"
+    assert inspect.signature(plain) == inspect.signature(spec.launch)
+    assert (plain.__name__, plain.__doc__) == (spec.launch.__name__, spec.launch.__doc__)
+    assert hasattr(torch.ops.tkernels, spec.name)
+
+
+def test_op_keeps_signature_and_calls_through() -> None:
+    def double(x: torch.Tensor, *, times: int = 2) -> torch.Tensor:
+        """Says what it does."""
+        return x * times
+
+    public = op(double)
+    assert inspect.signature(public) == inspect.signature(double)
+    assert public.__doc__ == double.__doc__
+    assert public(torch.tensor(3.0), times=4).item() == 12.0
+
+
+# ---- facts for tools ---------------------------------------------------------------------------
+
+
+@each_spec
+def test_cases_cover_the_tags(spec: KernelSpec) -> None:
+    tags = Counter(tag for case in spec.cases for tag in case.tags)
+    assert tags["smoke"] >= 2, f"{spec.name} needs two smoke cases or more"
+    assert tags["edge"] >= 1, f"{spec.name} needs an edge case"
+    assert tags["bench"] >= 1, f"{spec.name} needs a bench case"
+
+
+@each_spec
+def test_problems_hold_what_launch_resolves(spec: KernelSpec) -> None:
+    for case in spec.cases:
+        assert set(case.problem) == set(spec.problem_fields), f"{spec.name}/{case.name}"
+        hash(tuple(case.problem[name] for name in spec.problem_fields))  # the memo's key
+
+
+@each_spec
+def test_tuning_key_is_small_and_json(spec: KernelSpec) -> None:
+    for case in spec.cases:
+        key = spec.tuning_key(case.problem)
+        assert json.loads(json.dumps(key)) == key
+
+
+@each_spec
+def test_cost_is_positive(spec: KernelSpec) -> None:
+    for case in spec.cases:
+        cost = spec.cost(case.problem)
+        assert isinstance(cost.bytes, int)
+        assert isinstance(cost.flops, int)
+        # A pure copy computes nothing, and a case may have zero rows; a timed one moves bytes.
+        assert cost.flops >= 0
+        assert cost.bytes > 0 or (cost.bytes == 0 and "bench" not in case.tags), case.name
+
+
+@each_spec
+def test_inputs_are_the_arguments_and_seeded(spec: KernelSpec, dev: torch.device) -> None:
+    case = next(case for case in spec.cases if "smoke" in case.tags)
+    first, second = (spec.make_inputs(case.problem, dev) for _ in range(2))
+    inspect.signature(spec.launch).bind(**first)
+    for name, value in first.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value.nan_to_num(7.0), second[name].nan_to_num(7.0)), (
+                f"{spec.name}: {name} differs from call to call"
+            )
+
+
+def test_get_names_the_kernels_there_are() -> None:
+    assert get("rms_norm").name == "rms_norm"
+    with pytest.raises(ValueError, match=r"kernel must be one of .*rms_norm.*, got 'rms'"):
+        get("rms")
+
+
+def test_register_refuses_what_breaks_the_one_name() -> None:
+    spec = get("rms_norm")
+    with pytest.raises(ValueError, match="kernel name 'rms_norm' must be new"):
+        register(spec)
+    with pytest.raises(ValueError, match="public function must be named 'other', got 'rms_norm'"):
+        register(dataclasses.replace(spec, name="other"))
+
+
+def test_case_refuses_an_unknown_tag() -> None:
+    with pytest.raises(ValueError, match="tags must be of smoke, edge, bench"):
+        Case("x", {}, frozenset({"smokey"}))
+    with pytest.raises(ValueError, match="tags must be of smoke, edge, bench"):
+        Case("x", {}, frozenset())
