@@ -9,6 +9,7 @@ from tkernels.device import UnsupportedError
 from tkernels.ops.append_paged_kv import append_paged_kv
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
 from tkernels.ops.rms_norm import rms_norm
+from tkernels.ops.rope import rope
 from tkernels.ops.silu_and_mul import silu_and_mul
 from tkernels.rope_table import build_cos_sin_cache
 
@@ -23,5 +24,6 @@ __all__ = [
     "fused_add_rms_norm",
     "reference",
     "rms_norm",
+    "rope",
     "silu_and_mul",
 ]
