@@ -173,6 +173,7 @@ def test_table(spec: KernelSpec, update_table: bool) -> None:
     for case in spec.cases:
         for variant, _ in launches_of(spec.name, case.name):
             one = compiled(variant)
+            assert one.verdict.reason == "", f"{case.name}: {one.verdict.reason}"
             row = table.row(spec.name, case.name, variant, one.linalg, one.verdict)
             rows.setdefault(table.label(row), row)
     assert rows, "no case launches a kernel"
