@@ -31,7 +31,7 @@ Calls = dict[str, list[Call]]
 BUILT_IN = (OURS, "reference", "compile")
 
 _MEMORY_CAP = 8 << 30  # bytes of inputs and outputs in rotation, all providers together
-_MAX_SETS = 4096
+_MAX_SETS = 8192
 _COMPARED = 1 << 22  # elements of an output that are compared before timing
 
 
