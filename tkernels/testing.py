@@ -179,7 +179,7 @@ def time_ms(
     calls: Mapping[str, Sequence[Callable[[], Any]]],
     *,
     rounds: int = 30,
-    min_ms: float = 0.2,
+    min_ms: float = 1.0,
 ) -> dict[str, Timing]:
     """Time several candidates against each other, interleaved.
 
@@ -195,12 +195,7 @@ def time_ms(
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, (run, count, _method) in prepared.items():
-            start, end = device.timing_event(), device.timing_event()
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            samples[name].append(start.elapsed_time(end) / count)
+            samples[name].append(_elapsed_ms(run) / count)
     return {name: summarise(samples[name], prepared[name][2]) for name in calls}
 
 
@@ -209,9 +204,25 @@ def _prepare(fns: list[Callable[[], Any]], min_ms: float) -> tuple[Callable[[], 
     for fn in fns:
         fn()  # compile and allocate outside the measurement
     device.synchronize()
-    once = _loop_ms(fns, len(fns)) / len(fns)
-    repeats = max(1, min(200, math.ceil(min_ms / max(once, 1e-4) / len(fns))))
-    sequence = fns * repeats
+    # The length of a graph is set by what a graph takes: an eager loop would time the host.
+    sequence = fns * math.ceil(_FIRST_CALLS / len(fns))
+    run, method = _captured(sequence)
+    run()
+    each = _elapsed_ms(run) / len(sequence)
+    repeats = math.ceil(min(min_ms / max(each, 1e-5), _MOST_CALLS) / len(fns))
+    if method == "graph" and repeats * len(fns) > len(sequence):
+        sequence = fns * repeats
+        run, method = _captured(sequence)
+        run()
+    device.synchronize()
+    return run, len(sequence), method
+
+
+_FIRST_CALLS = 16
+_MOST_CALLS = 2000
+
+
+def _captured(sequence: list[Callable[[], Any]]) -> tuple[Callable[[], Any], str]:
     graph = device.new_graph()
     try:
         with device.capture(graph):
@@ -219,17 +230,14 @@ def _prepare(fns: list[Callable[[], Any]], min_ms: float) -> tuple[Callable[[], 
                 fn()
     except RuntimeError:
         device.synchronize()
-        return (lambda: [fn() for fn in sequence]), len(sequence), "events"
-    graph.replay()
-    device.synchronize()
-    return graph.replay, len(sequence), "graph"
+        return (lambda: [fn() for fn in sequence]), "events"
+    return graph.replay, "graph"
 
 
-def _loop_ms(fns: list[Callable[[], Any]], count: int) -> float:
+def _elapsed_ms(run: Callable[[], Any]) -> float:
     start, end = device.timing_event(), device.timing_event()
     start.record()
-    for i in range(count):
-        fns[i % len(fns)]()
+    run()
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end))
