@@ -6,14 +6,17 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import os
 import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
-LLVM_BIN = Path("/usr/lib/llvm-19/bin")  # where Debian and apt.llvm.org put it
+_LLVM = Path("usr/lib/llvm-19/bin")  # where Debian and apt.llvm.org put it
+_UNPACKED = Path(sys.prefix) / "llvm-19"  # where setup.sh unpacks it, if the system has none
 
 _BUFFERIZE = (
     "--allow-unregistered-dialect",
@@ -89,8 +92,23 @@ class HostKernel:
 
 def missing_tools() -> list[str]:
     """Names of the host tools that are not there."""
-    absent = [n for n in ("mlir-opt", "mlir-translate", "llc") if not (LLVM_BIN / n).exists()]
-    return absent + ([] if shutil.which("ld") else ["ld"])
+    return [name for name in ("mlir-opt", "mlir-translate", "llc", "ld") if _find(name) is None]
+
+
+@functools.cache
+def _find(tool: str) -> str | None:
+    """Path of a host tool, of the system or else of the unpacked packages."""
+    folder = Path("usr/bin") if tool == "ld" else _LLVM  # not usr/bin/llc, of another LLVM maybe
+    return shutil.which(tool, path=f"/{folder}{os.pathsep}{_UNPACKED / folder}")
+
+
+@functools.cache
+def _environment() -> dict[str, str]:
+    """Environment of the host tools; unpacked ones find their libraries by it."""
+    unpacked = sorted(map(str, _UNPACKED.glob("usr/lib/*-linux-gnu")))
+    if not unpacked:
+        return dict(os.environ)
+    return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(unpacked)}
 
 
 @functools.cache
@@ -136,7 +154,7 @@ def _entry(linalg: str) -> tuple[str, tuple[str, ...]]:
 
 def _run(tool: str, *arguments: str | Path) -> None:
     """Run one tool; raise BuildError with what it complains about."""
-    path = str(LLVM_BIN / tool) if tool != "ld" else "ld"
-    done = subprocess.run([path, *map(str, arguments)], capture_output=True, text=True)
+    command = [_find(tool) or tool, *map(str, arguments)]
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
     if done.returncode != 0:
         raise BuildError(f"{tool}: {done.stderr.strip()[:1500]}")

@@ -22,26 +22,33 @@ fail() {
     exit 1
 }
 
-host_tools_missing() {
+# Exit status 0 if mlir-opt, mlir-translate, llc and ld are there, from the system or unpacked by us.
+host_tools_ready() {
     local tool
     for tool in mlir-opt mlir-translate llc; do
-        [ -x "/usr/lib/llvm-19/bin/$tool" ] || return 0
+        [ -x "/usr/lib/llvm-19/bin/$tool" ] || [ -x "$own/llvm-19/usr/lib/llvm-19/bin/$tool" ] || return 1
     done
-    ! command -v ld >/dev/null
+    [ -x /usr/bin/ld ] || [ -x "$own/llvm-19/usr/bin/ld" ]
 }
 
-install_host_tools() {
-    local packages=(mlir-19-tools llvm-19 binutils)
+# Unpacks Debian's packages into $own/llvm-19 instead of installing them, so that nobody has to be root.
+unpack_host_tools() {
+    local packages=(mlir-19-tools llvm-19 binutils) apt="$PWD/$own/apt" deb
     command -v apt-get >/dev/null ||
-        fail "expected LLVM 19's mlir-opt, mlir-translate and llc in /usr/lib/llvm-19/bin and ld in PATH, and there is no apt-get to install them with"
-    [ "$(id -u)" = 0 ] ||
-        fail "LLVM 19's tools are missing and only root can install them: sudo apt-get install --no-install-recommends ${packages[*]}"
-    say "installing ${packages[*]} (about 500 MB on disk)"
-    apt-get update -qq >/dev/null || fail "apt-get update failed, is the network there?"
-    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "${packages[@]}" >/dev/null ||
-        fail "apt-get could not install ${packages[*]}: Debian 12 and newer, and apt.llvm.org, have them"
-    host_tools_missing && fail "apt-get installed ${packages[*]}, but /usr/lib/llvm-19/bin lacks the tools"
-    return 0
+        fail "expected LLVM 19's mlir-opt, mlir-translate and llc in /usr/lib/llvm-19/bin and /usr/bin/ld, and found no apt-get to fetch them with"
+    local options=(-qq -y -o "Dir::State::lists=$apt/lists" -o "Dir::Cache=$apt"
+        -o "Dir::Cache::archives=$apt/archives" -o Debug::NoLocking=true
+        -o APT::Sandbox::User=)
+    say "fetching ${packages[*]} (about 110 MB, 500 MB unpacked)"
+    mkdir -p "$apt/lists/partial" "$apt/archives/partial"
+    apt-get "${options[@]}" update || fail "apt-get update failed, is the network there?"
+    apt-get "${options[@]}" --no-install-recommends --download-only install "${packages[@]}" ||
+        fail "apt-get could not fetch ${packages[*]}: Debian 12 and newer have them, and apt.llvm.org"
+    for deb in "$apt"/archives/*.deb; do
+        dpkg-deb -x "$deb" "$own/llvm-19" || fail "$deb could not be unpacked, is the disk full?"
+    done
+    rm -rf "$apt"
+    host_tools_ready || fail "the packages ${packages[*]} lack mlir-opt, mlir-translate, llc or ld"
 }
 
 python_of() { "$1/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
@@ -61,10 +68,6 @@ EOF
 [ -x "$main/bin/python" ] || fail "expected the project's environment in $main with torch and pytest, found none; make it first"
 "$main/bin/python" -c 'from importlib.util import find_spec as f; assert f("torch") and f("pytest")' 2>/dev/null ||
     fail "expected torch and pytest in $main, found at least one of them missing"
-
-if host_tools_missing; then
-    install_host_tools
-fi
 
 if [ -d "$own" ] && [ "$(python_of "$own")" != "$(python_of "$main")" ]; then
     say "$own was made with another Python than $main, making it again"
@@ -90,4 +93,5 @@ if ! packages_ready; then
         fail "pip could not install triton-ascend $triton_ascend and ascendnpu-ir $ascendnpu_ir for Python $(python_of "$own") on $(uname -m): the network may be missing, or there is no wheel for this Python or machine"
     packages_ready || fail "$own is broken: remove it and run this again"
 fi
+host_tools_ready || unpack_host_tools
 say "ready: $own with triton-ascend $triton_ascend, ascendnpu-ir $ascendnpu_ir, LLVM 19"
