@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tkernels
-from tkernels import reference
+from tkernels import device, reference
 from tkernels.registry import Case, KernelSpec, all_kernels, get, op, register
 
 OPS = Path(tkernels.__file__).parent / "ops"
@@ -169,8 +169,21 @@ def test_cases_cover_the_tags(spec: KernelSpec) -> None:
 @each_spec
 def test_problems_hold_what_launch_resolves(spec: KernelSpec) -> None:
     for case in spec.cases:
-        assert set(case.problem) == set(spec.problem_fields), f"{spec.name}/{case.name}"
+        missing = set(spec.problem_fields) - set(case.problem)
+        assert not missing, f"{spec.name}/{case.name} lacks {missing}"
         hash(tuple(case.problem[name] for name in spec.problem_fields))  # the memo's key
+
+
+@each_spec
+def test_config_depends_on_what_launch_resolves_alone(spec: KernelSpec) -> None:
+    """A problem may hold more for make_inputs, but a launch knows only ``problem_fields``."""
+    facts = device.current()
+    for case in spec.cases:
+        known = {name: case.problem[name] for name in spec.problem_fields}
+        assert spec.tuning_key(known) == spec.tuning_key(case.problem), case.name
+        chosen = spec.default_config(case.problem, facts)
+        assert spec.default_config(known, facts) == chosen, case.name
+        assert spec.why_illegal(chosen, known, facts) is None, case.name
 
 
 @each_spec
