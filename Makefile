@@ -31,7 +31,7 @@ demo: $(VENV)/.demo-ready  ## stream a reply from SmolLM2-135M on the CPU (PROMP
 test: $(VENV)/.dev-ready  ## run the test suite (PYTEST_ARGS="-k rope", TORCH=torch==2.11.0)
 	@$(RUN) -m pytest --ignore=tests/ascend $(PYTEST_ARGS)
 
-test-ascend:  ## check every kernel with triton-ascend and Huawei's compiler (no NPU needed)
+test-ascend: $(VENV)/.dev-ready  ## check every kernel with triton-ascend and Huawei's compiler (no NPU needed)
 	@bash tests/ascend/setup.sh
 	@.venv-ascend/bin/python -m pytest tests/ascend -q
 

@@ -144,7 +144,8 @@ def test_python_without_venv_is_refused(checkout: Path) -> None:
     assert_refused(
         done,
         r"env: expected \S+bare to have the modules venv and ensurepip, got an installation "
-        r"without them; install them \(Debian: apt install python3-venv\) and run the same command again",
+        r"without them; install them \(Debian: apt install python3-venv\) and run the same "
+        r"command again",
     )
     assert not (checkout / ".venv").exists()
 
