@@ -31,7 +31,7 @@ from tkernels.check import (
     check_tensor,
     describe,
 )
-from tkernels.config import resolve
+from tkernels.config import planned, resolve
 from tkernels.device import Device, cdiv, next_power_of_2, tl, triton
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
 
@@ -127,6 +127,23 @@ def append_paged_kv(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
     """
+    plan = planned(_plan, config, (k, v, k_cache, v_cache, slot_mapping))
+    if check.DEBUG:
+        _check_slots(slot_mapping, k_cache.shape[0] * k_cache.shape[1])
+    if plan is not None:
+        grid, numbers, kwargs = plan
+        _append_paged_kv_kernel[grid](k, v, k_cache, v_cache, slot_mapping, *numbers, **kwargs)
+
+
+def _plan(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    config: Config | None,
+) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]] | None:
+    """(grid, strides and counts, keyword arguments); None where there is nothing to copy."""
     name = "append_paged_kv"
     n_tokens, n_heads, head_dim, num_blocks, block_size = _check(k, v, k_cache, v_cache)
     check_tensor(name, "slot_mapping", slot_mapping)
@@ -134,10 +151,8 @@ def append_paged_kv(
     check_dtype(name, "slot_mapping", slot_mapping, INDEX_DTYPES)
     check_last_contiguous(name, "slot_mapping", slot_mapping)
     n_slots = num_blocks * block_size
-    if check.DEBUG:
-        _check_slots(slot_mapping, n_slots)
     if n_tokens == 0 or n_slots == 0:
-        return
+        return None
     strides = (*k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3])
     one_row = n_heads == 1 or all(strides[i] == head_dim for i in (1, 3, 6, 9))
     values = (n_tokens, n_heads, head_dim, one_row, block_size, k.dtype)
@@ -145,20 +160,8 @@ def append_paged_kv(
     if one_row:
         n_heads, head_dim = 1, n_heads * head_dim
     n_tiles = n_tokens * cdiv(n_heads, cfg["BLOCK_HEADS"]) * cdiv(head_dim, cfg["BLOCK_D"])
-    _append_paged_kv_kernel[(min(n_tiles, max_programs),)](
-        k,
-        v,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        *strides,
-        n_slots,
-        n_tiles,
-        BLOCK_SIZE=block_size,
-        N_HEADS=n_heads,
-        HEAD_DIM=head_dim,
-        **cfg,
-    )
+    kwargs = {"BLOCK_SIZE": block_size, "N_HEADS": n_heads, "HEAD_DIM": head_dim, **cfg}
+    return (min(n_tiles, max_programs),), (*strides, n_slots, n_tiles), kwargs
 
 
 def _check(

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from tkernels import rows
-from tkernels.check import check_last_contiguous, check_no_overlap, check_tensor, describe
-from tkernels.config import resolve
+from tkernels.check import describe
+from tkernels.config import planned, resolve
 from tkernels.device import Device, cdiv, next_power_of_2, tl, triton
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
 
@@ -95,42 +95,37 @@ def silu_and_mul(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
     """
+    out_shape, launch = planned(_plan, config, (x,) if out is None else (x, out))
+    if out is None:
+        out = torch.empty(out_shape, dtype=x.dtype, device=x.device)
+    if launch is not None:
+        grid, numbers, kwargs = launch
+        _silu_and_mul_kernel[grid](x, out, *numbers, **kwargs)
+    return out
+
+
+def _plan(
+    x: torch.Tensor, out: torch.Tensor | None = None, *, config: Config | None
+) -> tuple[tuple[int, ...], rows.RowPlan | None]:
+    """(shape of the result, launch or None where there are no rows)."""
     both = rows.check_row_input("silu_and_mul", "x", x)
     if both % 2:
         raise ValueError(f"silu_and_mul: x must have shape [..., 2 * n_cols], got {describe(x)}")
     n_cols = both // 2
+    shape = (*x.shape[:-1], n_cols)
     if out is None:
-        out = torch.empty((*x.shape[:-1], n_cols), dtype=x.dtype, device=x.device)
+        out = torch.empty(shape, dtype=x.dtype, device="meta")  # for its strides
     else:
-        _check_out(out, x, n_cols)
+        rows.check_row_output("silu_and_mul", "out", out, x[..., :n_cols])
     if x.numel() == 0:
-        return out
+        return shape, None
     outer, inner, *strides = rows.row_layout("silu_and_mul", ("x", "out"), (x, out))
     cfg, max_programs = resolve(SPEC, (outer, inner, n_cols, x.dtype), config)
     inner_tiles = cdiv(inner, cfg["BLOCK_ROWS"])
     n_tiles = outer * inner_tiles * cdiv(n_cols, cfg["BLOCK_N"])
-    _silu_and_mul_kernel[(min(n_tiles, max_programs),)](
-        x,
-        out,
-        *strides,
-        inner,
-        inner_tiles,
-        n_tiles,
-        N_COLS=n_cols,
-        TWO_LEVELS=outer > 1,
-        **cfg,
-    )
-    return out
-
-
-def _check_out(out: torch.Tensor, x: torch.Tensor, n_cols: int) -> None:
-    check_tensor("silu_and_mul", "out", out)
-    if out.shape != (*x.shape[:-1], n_cols) or out.dtype != x.dtype:
-        raise ValueError(
-            f"silu_and_mul: out must be {describe(x[..., :n_cols])}, got {describe(out)}"
-        )
-    check_last_contiguous("silu_and_mul", "out", out)
-    check_no_overlap("silu_and_mul", "out", out)
+    kwargs = {"N_COLS": n_cols, "TWO_LEVELS": outer > 1, **cfg}
+    numbers = (*strides, inner, inner_tiles, n_tiles)
+    return shape, ((min(n_tiles, max_programs),), numbers, kwargs)
 
 
 # ---- facts for tests, bench and tuner --------------------------------------------------------
@@ -139,7 +134,11 @@ _LIVE = 3  # fp32 values an element that are alive at once: gate, up, result
 
 
 def _make_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
-    return {"x": rows.random_rows(problem, dev, seed=0, cols=2 * problem["n_cols"])}
+    # Outer groups with a gap behind each, so that rows really need two strides.
+    outer, gap = problem["n_outer"], 1 if problem["n_outer"] > 1 else 0
+    apart = {**problem, "n_inner": problem["n_inner"] + gap}
+    x = rows.random_rows(apart, dev, seed=0, cols=2 * problem["n_cols"])
+    return {"x": x[:, : problem["n_inner"]] if outer > 1 else x}
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
