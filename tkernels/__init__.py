@@ -8,6 +8,7 @@ from tkernels.config import force_config
 from tkernels.device import UnsupportedError
 from tkernels.ops.append_paged_kv import append_paged_kv
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
+from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope
 from tkernels.ops.rms_norm import rms_norm
 from tkernels.ops.rope import rope
 from tkernels.ops.silu_and_mul import silu_and_mul
@@ -22,6 +23,7 @@ __all__ = [
     "device",
     "force_config",
     "fused_add_rms_norm",
+    "fused_qk_norm_rope",
     "reference",
     "rms_norm",
     "rope",

@@ -5,8 +5,16 @@
 
 from tkernels.ops.append_paged_kv import append_paged_kv_ref as append_paged_kv
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm_ref as fused_add_rms_norm
+from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope_ref as fused_qk_norm_rope
 from tkernels.ops.rms_norm import rms_norm_ref as rms_norm
 from tkernels.ops.rope import rope_ref as rope
 from tkernels.ops.silu_and_mul import silu_and_mul_ref as silu_and_mul
 
-__all__ = ["append_paged_kv", "fused_add_rms_norm", "rms_norm", "rope", "silu_and_mul"]
+__all__ = [
+    "append_paged_kv",
+    "fused_add_rms_norm",
+    "fused_qk_norm_rope",
+    "rms_norm",
+    "rope",
+    "silu_and_mul",
+]
