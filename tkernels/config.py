@@ -9,12 +9,13 @@ is left out with one warning, because a config may be slow but never wrong.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -30,13 +31,6 @@ _P = TypeVar("_P")
 _forced: dict[str, Config] = {}
 _plans: dict[Callable[..., Any], dict[tuple[Any, ...], Any]] = {}
 _latest: dict[Callable[..., Any], tuple[tuple[Any, ...], Any]] = {}
-
-# With an accelerator the index tells everything (-1 is the CPU) and is cheaper to compare.
-_place: Callable[[torch.Tensor], Any] = (
-    (lambda t: t.device)
-    if device.tensor_device().type == "cpu" or device.MULTI_DEVICE
-    else torch.Tensor.get_device
-)
 
 
 def planned(
@@ -56,21 +50,80 @@ def planned(
     if config is not None or _forced:
         return make_plan(*tensors, *values, config=config)
     try:
-        key = (*[(t.shape, t.stride(), t.dtype, _place(t)) for t in tensors], values)
+        key = _METADATA[len(tensors)](*tensors), values
     except AttributeError:  # not a tensor: make_plan says which argument
         return make_plan(*tensors, *values, config=None)
     latest = _latest.get(make_plan)
     if latest is not None and latest[0] == key:
         return cast(_P, latest[1])
     plans = _plans.setdefault(make_plan, {})
-    plan = plans.get(key)
-    if plan is None:
-        plan = make_plan(*tensors, *values, config=None)
+    if key not in plans:
         if len(plans) >= _MEMO_LIMIT:
             plans.clear()
-        plans[key] = plan
-    _latest[make_plan] = (key, plan)
-    return cast(_P, plan)
+        plans[key] = make_plan(*tensors, *values, config=None)
+    _latest[make_plan] = key, plans[key]
+    return cast(_P, plans[key])
+
+
+# Written out, because this is most of what a launch costs on the host: a loop over the tensors
+# takes half as long again.
+
+
+def _metadata1(a: torch.Tensor) -> tuple[Any, ...]:
+    return a.shape, a.stride(), a.dtype, a.get_device()
+
+
+def _metadata2(a: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
+    # fmt: off
+    return (a.shape, a.stride(), a.dtype, a.get_device(),
+            b.shape, b.stride(), b.dtype, b.get_device())
+    # fmt: on
+
+
+def _metadata3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[Any, ...]:
+    # fmt: off
+    return (a.shape, a.stride(), a.dtype, a.get_device(),
+            b.shape, b.stride(), b.dtype, b.get_device(),
+            c.shape, c.stride(), c.dtype, c.get_device())
+    # fmt: on
+
+
+def _metadata4(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor
+) -> tuple[Any, ...]:
+    # fmt: off
+    return (a.shape, a.stride(), a.dtype, a.get_device(),
+            b.shape, b.stride(), b.dtype, b.get_device(),
+            c.shape, c.stride(), c.dtype, c.get_device(),
+            d.shape, d.stride(), d.dtype, d.get_device())
+    # fmt: on
+
+
+def _metadata5(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor, e: torch.Tensor
+) -> tuple[Any, ...]:
+    # fmt: off
+    return (a.shape, a.stride(), a.dtype, a.get_device(),
+            b.shape, b.stride(), b.dtype, b.get_device(),
+            c.shape, c.stride(), c.dtype, c.get_device(),
+            d.shape, d.stride(), d.dtype, d.get_device(),
+            e.shape, e.stride(), e.dtype, e.get_device())
+    # fmt: on
+
+
+def _metadata(*tensors: torch.Tensor) -> tuple[Any, ...]:
+    facts = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+    return (*facts, device.current_index()) if device.MULTI_DEVICE else tuple(facts)
+
+
+# get_device() is -1 for the CPU and for meta tensors alike, and the plan of one device does not
+# serve another: only the common case, one accelerator, has the short form.
+_METADATA: Mapping[int, Callable[..., tuple[Any, ...]]] = collections.defaultdict(
+    lambda: _metadata,
+    {}
+    if device.MULTI_DEVICE or device.tensor_device().type == "cpu"
+    else {1: _metadata1, 2: _metadata2, 3: _metadata3, 4: _metadata4, 5: _metadata5},
+)
 
 
 def resolve(spec: KernelSpec, values: tuple[Any, ...], config: Config | None) -> tuple[Config, int]:

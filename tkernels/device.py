@@ -23,12 +23,21 @@ import math
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["KIND", "Device", "UnsupportedError", "current", "tensor_device", "tl", "triton"]
+__all__ = [
+    "KIND",
+    "Device",
+    "Kernel",
+    "UnsupportedError",
+    "current",
+    "tensor_device",
+    "tl",
+    "triton",
+]
 
 
 class UnsupportedError(RuntimeError):
@@ -205,6 +214,9 @@ class _MissingTriton(types.ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _MissingTriton(self.__name__)  # e.g. @triton.jit
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return self[kwargs["grid"]]
+
     def __getitem__(self, grid: Any) -> Any:
         raise UnsupportedError(
             "tkernels: expected triton to be installed to launch a kernel, got none; install "
@@ -215,7 +227,9 @@ class _MissingTriton(types.ModuleType):
 if TYPE_CHECKING:
     from tkernels import _triton as tl
     from tkernels import _triton as triton
+    from tkernels._triton import Kernel
 else:
+    Kernel = Any
     _check_one_triton()
     if KIND == "cpu" and not _COMPILE_ARCH:
         if "triton" in sys.modules:
@@ -346,6 +360,15 @@ def versions() -> dict[str, str]:
     if KIND == "cuda" and not _COMPILE_ARCH:
         found["cuda"] = str(torch.version.cuda)
     return found
+
+
+def bind(kernel: Kernel, grid: tuple[int, ...], **kwargs: Any) -> Callable[..., None]:
+    """``kernel[grid](..., **kwargs)`` with the grid and the keywords filled in, to be kept.
+
+    Calling the result costs the host less than ``kernel[grid](...)``, which makes a closure and
+    merges the keywords in Python at each launch.
+    """
+    return functools.partial(kernel.run, grid=grid, warmup=False, **kwargs)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -9,7 +9,7 @@ address, which Ascend would load one element at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from tkernels.check import (
     describe,
 )
 from tkernels.config import resolve
-from tkernels.device import Device, cdiv, next_power_of_2
+from tkernels.device import Device, Kernel, bind, cdiv, next_power_of_2
 from tkernels.registry import Case, Config, KernelSpec, Problem
 
 # The values of resolve() for a row-wise kernel, in order.
@@ -104,17 +104,21 @@ def _collapse(shape: Sequence[int], strides: Sequence[int]) -> int | None:
     return step or 0
 
 
-# (grid, strides and counts, keyword arguments) of a launch.
-RowPlan = tuple[tuple[int], tuple[int, ...], dict[str, Any]]
+# What is left to call, with the tensors first: (launch, strides and counts).
+RowPlan = tuple[Callable[..., None], tuple[int, ...]]
 
 
 def plan_rows(
-    spec: KernelSpec, tensors: Mapping[str, torch.Tensor], n_cols: int, config: Config | None
+    spec: KernelSpec,
+    kernel: Kernel,
+    tensors: Mapping[str, torch.Tensor],
+    n_cols: int,
+    config: Config | None,
 ) -> RowPlan | None:
     """Launch of a row-wise kernel; None where there are no rows.
 
     The kernel takes two strides a tensor, in the order of ``tensors``, then ``n_inner,
-    n_inner_tiles, n_tiles``, and the constants ``N_COLS`` and ``TWO_LEVELS`` besides its config.
+    n_inner_tiles, n_tiles``, and the constants N_COLS, TWO_LEVELS and ONE_TILE besides its config.
     """
     first = next(iter(tensors.values()))
     if first.numel() == 0:
@@ -123,21 +127,21 @@ def plan_rows(
     cfg, max_programs = resolve(spec, (outer, inner, n_cols, first.dtype), config)
     inner_tiles = cdiv(inner, cfg["BLOCK_ROWS"])
     n_tiles = outer * inner_tiles
-    kwargs = {"N_COLS": n_cols, "TWO_LEVELS": outer > 1, **cfg}
-    return (min(n_tiles, max_programs),), (*strides, inner, inner_tiles, n_tiles), kwargs
+    programs = min(n_tiles, max_programs)
+    constants = {"N_COLS": n_cols, "TWO_LEVELS": outer > 1, "ONE_TILE": programs == n_tiles}
+    return bind(kernel, (programs,), **constants, **cfg), (*strides, inner, inner_tiles, n_tiles)
 
 
-def default_row_config(
-    problem: Problem, dev: Device, *, live: int, threads_per_row_byte: int = 16
-) -> Config:
+def default_row_config(problem: Problem, dev: Device, *, live: int) -> Config:
     """Heuristic tile for a row-wise kernel that keeps ``live`` fp32 values an element."""
     n_cols, itemsize = problem["n_cols"], problem["dtype"].itemsize
     block_n = next_power_of_2(n_cols)
     if dev.type == "npu":
         return _default_npu(problem, dev, block_n, live)
     block_n = min(block_n, 16384)
-    # 16 bytes a thread and load; rows that one warp covers share a program.
-    warps = max(1, min(16, block_n * itemsize // (threads_per_row_byte * 32)))
+    # 32 bytes a thread keep enough loads in flight, and more than 8 warps only wait for each other
+    # at the reduction (measured: CONTRIBUTING, "Measured facts").
+    warps = max(1, min(8, block_n * itemsize // (32 * 32)))
     block_rows = 1
     if warps <= 2:
         per_row = max(1, block_n * itemsize // 16)

@@ -66,53 +66,92 @@ def _fused_add_rms_norm_kernel(
     eps,
     N_COLS: tl.constexpr,
     TWO_LEVELS: tl.constexpr,  # rows have an outer stride too
+    ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # fmt: off
+    if ONE_TILE:
+        _fused_add_rms_norm_tile(
+            tl.program_id(0), x_ptr, residual_ptr, weight_ptr, out_ptr, residual_out_ptr,
+            stride_xo, stride_xi, stride_ro, stride_ri, stride_oo, stride_oi, stride_so, stride_si,
+            n_inner, n_inner_tiles, eps, N_COLS, TWO_LEVELS, BLOCK_ROWS, BLOCK_N)
+    else:
+        for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+            _fused_add_rms_norm_tile(
+                tile, x_ptr, residual_ptr, weight_ptr, out_ptr, residual_out_ptr,
+                stride_xo, stride_xi, stride_ro, stride_ri, stride_oo, stride_oi, stride_so,
+                stride_si, n_inner, n_inner_tiles, eps, N_COLS, TWO_LEVELS, BLOCK_ROWS, BLOCK_N)
+    # fmt: on
+
+
+@triton.jit
+def _fused_add_rms_norm_tile(
+    tile,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    residual_out_ptr,
+    stride_xo,
+    stride_xi,
+    stride_ro,
+    stride_ri,
+    stride_oo,
+    stride_oi,
+    stride_so,
+    stride_si,
+    n_inner,
+    n_inner_tiles,
+    eps,
+    N_COLS: tl.constexpr,
+    TWO_LEVELS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     cols = tl.arange(0, BLOCK_N)[None, :]
-    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-        inner_tile, outer = tile, tl.cast(0, tl.int64)
-        if TWO_LEVELS:
-            inner_tile, outer = tile % n_inner_tiles, (tile // n_inner_tiles).to(tl.int64)
-        inner = inner_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-        row_ok = inner < n_inner
-        inner64 = inner.to(tl.int64)
-        x_rows = x_ptr + outer * stride_xo + inner64 * stride_xi  # [BLOCK_ROWS, 1]
-        residual_rows = residual_ptr + outer * stride_ro + inner64 * stride_ri
-        out_rows = out_ptr + outer * stride_oo + inner64 * stride_oi
-        sum_rows = residual_out_ptr + outer * stride_so + inner64 * stride_si
+    inner_tile, outer = tile, tl.cast(0, tl.int64)
+    if TWO_LEVELS:
+        inner_tile, outer = tile % n_inner_tiles, (tile // n_inner_tiles).to(tl.int64)
+    inner = inner_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row_ok = inner < n_inner
+    inner64 = inner.to(tl.int64)
+    x_rows = x_ptr + outer * stride_xo + inner64 * stride_xi  # [BLOCK_ROWS, 1]
+    residual_rows = residual_ptr + outer * stride_ro + inner64 * stride_ri
+    out_rows = out_ptr + outer * stride_oo + inner64 * stride_oi
+    sum_rows = residual_out_ptr + outer * stride_so + inner64 * stride_si
 
-        if BLOCK_N >= N_COLS:
-            ok = row_ok & (cols < N_COLS)
-            x = tl.load(x_rows + cols, mask=ok, other=0.0).to(tl.float32)
-            residual = tl.load(residual_rows + cols, mask=ok, other=0.0).to(tl.float32)
-            # Before the store, which it could not overtake: a single row then waits once.
-            weight = tl.load(weight_ptr + cols, mask=cols < N_COLS, other=0.0)
+    if BLOCK_N >= N_COLS:
+        ok = row_ok & (cols < N_COLS)
+        x = tl.load(x_rows + cols, mask=ok, other=0.0).to(tl.float32)
+        residual = tl.load(residual_rows + cols, mask=ok, other=0.0).to(tl.float32)
+        # Before the store, which it could not overtake: a single row then waits once.
+        weight = tl.load(weight_ptr + cols, mask=cols < N_COLS, other=0.0)
+        rounded = (x + residual).to(residual_out_ptr.dtype.element_ty)
+        tl.store(sum_rows + cols, rounded, mask=ok)
+        total = rounded.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(total * total, axis=1) / N_COLS + eps)
+        normed = total * scale[:, None] * weight.to(tl.float32)
+        tl.store(out_rows + cols, normed, mask=ok)
+    else:
+        squares = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
+        for start in range(0, N_COLS, BLOCK_N):
+            ok = row_ok & (start + cols < N_COLS)
+            x = tl.load(x_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
+            residual = tl.load(residual_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
+            total = (x + residual).to(residual_out_ptr.dtype.element_ty).to(tl.float32)
+            squares += total * total
+        scale = tl.rsqrt(tl.sum(squares, axis=1) / N_COLS + eps)
+        for start in range(0, N_COLS, BLOCK_N):
+            col_ok = start + cols < N_COLS
+            ok = row_ok & col_ok
+            x = tl.load(x_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
+            residual = tl.load(residual_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
             rounded = (x + residual).to(residual_out_ptr.dtype.element_ty)
-            tl.store(sum_rows + cols, rounded, mask=ok)
+            tl.store(sum_rows + start + cols, rounded, mask=ok)
+            weight = tl.load(weight_ptr + start + cols, mask=col_ok, other=0.0).to(tl.float32)
             total = rounded.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(total * total, axis=1) / N_COLS + eps)
-            normed = total * scale[:, None] * weight.to(tl.float32)
-            tl.store(out_rows + cols, normed, mask=ok)
-        else:
-            squares = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
-            for start in range(0, N_COLS, BLOCK_N):
-                ok = row_ok & (start + cols < N_COLS)
-                x = tl.load(x_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
-                residual = tl.load(residual_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
-                total = (x + residual).to(residual_out_ptr.dtype.element_ty).to(tl.float32)
-                squares += total * total
-            scale = tl.rsqrt(tl.sum(squares, axis=1) / N_COLS + eps)
-            for start in range(0, N_COLS, BLOCK_N):
-                col_ok = start + cols < N_COLS
-                ok = row_ok & col_ok
-                x = tl.load(x_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
-                residual = tl.load(residual_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
-                rounded = (x + residual).to(residual_out_ptr.dtype.element_ty)
-                tl.store(sum_rows + start + cols, rounded, mask=ok)
-                gain = tl.load(weight_ptr + start + cols, mask=col_ok, other=0.0).to(tl.float32)
-                total = rounded.to(tl.float32)
-                tl.store(out_rows + start + cols, total * scale[:, None] * gain, mask=ok)
+            tl.store(out_rows + start + cols, total * scale[:, None] * weight, mask=ok)
 
 
 @op
@@ -149,10 +188,8 @@ def fused_add_rms_norm(
         residual_out = new_output("fused_add_rms_norm", x)
     plan = planned(_plan, config, (x, residual, weight, out, residual_out), eps)
     if plan is not None:
-        grid, numbers, kwargs = plan
-        _fused_add_rms_norm_kernel[grid](
-            x, residual, weight, out, residual_out, *numbers, eps, **kwargs
-        )
+        launch, numbers = plan
+        launch(x, residual, weight, out, residual_out, *numbers, eps)
     return out, residual_out
 
 
@@ -173,7 +210,7 @@ def _plan(
     rows.check_row_output(name, "out", out, x)
     rows.check_row_output(name, "residual_out", residual_out, x)
     tensors = {"x": x, "residual": residual, "out": out, "residual_out": residual_out}
-    return rows.plan_rows(SPEC, tensors, n_cols, config)
+    return rows.plan_rows(SPEC, _fused_add_rms_norm_kernel, tensors, n_cols, config)
 
 
 # ---- facts for tests, bench and tuner --------------------------------------------------------

@@ -52,39 +52,70 @@ def _rms_norm_kernel(
     eps,
     N_COLS: tl.constexpr,
     TWO_LEVELS: tl.constexpr,  # rows have an outer stride too
+    ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # fmt: off
+    if ONE_TILE:
+        _rms_norm_tile(
+            tl.program_id(0), x_ptr, weight_ptr, out_ptr, stride_xo, stride_xi, stride_oo,
+            stride_oi, n_inner, n_inner_tiles, eps, N_COLS, TWO_LEVELS, BLOCK_ROWS, BLOCK_N)
+    else:
+        for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+            _rms_norm_tile(
+                tile, x_ptr, weight_ptr, out_ptr, stride_xo, stride_xi, stride_oo,
+                stride_oi, n_inner, n_inner_tiles, eps, N_COLS, TWO_LEVELS, BLOCK_ROWS, BLOCK_N)
+    # fmt: on
+
+
+@triton.jit
+def _rms_norm_tile(
+    tile,
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    stride_xo,
+    stride_xi,
+    stride_oo,
+    stride_oi,
+    n_inner,
+    n_inner_tiles,
+    eps,
+    N_COLS: tl.constexpr,
+    TWO_LEVELS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     cols = tl.arange(0, BLOCK_N)[None, :]
-    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-        inner_tile, outer = tile, tl.cast(0, tl.int64)
-        if TWO_LEVELS:
-            inner_tile, outer = tile % n_inner_tiles, (tile // n_inner_tiles).to(tl.int64)
-        inner = inner_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-        row_ok = inner < n_inner
-        x_rows = x_ptr + outer * stride_xo + inner.to(tl.int64) * stride_xi  # [BLOCK_ROWS, 1]
-        out_rows = out_ptr + outer * stride_oo + inner.to(tl.int64) * stride_oi
+    inner_tile, outer = tile, tl.cast(0, tl.int64)
+    if TWO_LEVELS:
+        inner_tile, outer = tile % n_inner_tiles, (tile // n_inner_tiles).to(tl.int64)
+    inner = inner_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row_ok = inner < n_inner
+    x_rows = x_ptr + outer * stride_xo + inner.to(tl.int64) * stride_xi  # [BLOCK_ROWS, 1]
+    out_rows = out_ptr + outer * stride_oo + inner.to(tl.int64) * stride_oi
 
-        if BLOCK_N >= N_COLS:
-            ok = row_ok & (cols < N_COLS)
-            x = tl.load(x_rows + cols, mask=ok, other=0.0).to(tl.float32)
-            weight = tl.load(weight_ptr + cols, mask=cols < N_COLS, other=0.0)
-            scale = tl.rsqrt(tl.sum(x * x, axis=1) / N_COLS + eps)
-            normed = x * scale[:, None] * weight.to(tl.float32)
-            tl.store(out_rows + cols, normed, mask=ok)
-        else:
-            squares = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
-            for start in range(0, N_COLS, BLOCK_N):
-                ok = row_ok & (start + cols < N_COLS)
-                x = tl.load(x_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
-                squares += x * x
-            scale = tl.rsqrt(tl.sum(squares, axis=1) / N_COLS + eps)
-            for start in range(0, N_COLS, BLOCK_N):
-                col_ok = start + cols < N_COLS
-                ok = row_ok & col_ok
-                x = tl.load(x_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
-                gain = tl.load(weight_ptr + start + cols, mask=col_ok, other=0.0).to(tl.float32)
-                tl.store(out_rows + start + cols, x * scale[:, None] * gain, mask=ok)
+    if BLOCK_N >= N_COLS:
+        ok = row_ok & (cols < N_COLS)
+        x = tl.load(x_rows + cols, mask=ok, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + cols, mask=cols < N_COLS, other=0.0)
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / N_COLS + eps)
+        normed = x * scale[:, None] * weight.to(tl.float32)
+        tl.store(out_rows + cols, normed, mask=ok)
+    else:
+        squares = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
+        for start in range(0, N_COLS, BLOCK_N):
+            ok = row_ok & (start + cols < N_COLS)
+            x = tl.load(x_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
+            squares += x * x
+        scale = tl.rsqrt(tl.sum(squares, axis=1) / N_COLS + eps)
+        for start in range(0, N_COLS, BLOCK_N):
+            col_ok = start + cols < N_COLS
+            ok = row_ok & col_ok
+            x = tl.load(x_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
+            weight = tl.load(weight_ptr + start + cols, mask=col_ok, other=0.0).to(tl.float32)
+            tl.store(out_rows + start + cols, x * scale[:, None] * weight, mask=ok)
 
 
 @op
@@ -116,8 +147,8 @@ def rms_norm(
         out = new_output("rms_norm", x)
     plan = planned(_plan, config, (x, weight, out), eps)
     if plan is not None:
-        grid, numbers, kwargs = plan
-        _rms_norm_kernel[grid](x, weight, out, *numbers, eps, **kwargs)
+        launch, numbers = plan
+        launch(x, weight, out, *numbers, eps)
     return out
 
 
@@ -128,7 +159,7 @@ def _plan(
     rows.check_weight("rms_norm", weight, n_cols)
     check_positive("rms_norm", "eps", eps)
     rows.check_row_output("rms_norm", "out", out, x)
-    return rows.plan_rows(SPEC, {"x": x, "out": out}, n_cols, config)
+    return rows.plan_rows(SPEC, _rms_norm_kernel, {"x": x, "out": out}, n_cols, config)
 
 
 # ---- facts for tests, bench and tuner --------------------------------------------------------
