@@ -90,8 +90,10 @@ def check_positive(op: str, name: str, value: float) -> None:
         raise ValueError(f"{op}: {name} must be a number > 0, got {describe(value)}")
 
 
-def new_output(op: str, x: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
+def new_output(
+    op: str, x: torch.Tensor, shape: Sequence[int] | None = None, *, name: str = "x"
+) -> torch.Tensor:
     """An uninitialised contiguous tensor like ``x``; of its shape too unless one is given."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{op}: the first argument must be a tensor, got {describe(x)}")
+        raise TypeError(f"{op}: {name} must be a tensor, got {describe(x)}")
     return torch.empty(x.shape if shape is None else shape, dtype=x.dtype, device=x.device)
