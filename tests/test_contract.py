@@ -205,6 +205,9 @@ def test_spoilt_argument_is_named(
     inputs = inputs_of(spec, dev)
     inputs[name] = spoil(inputs[name])
     assert re.match(rf"{spec.name}: {name} must ", refusal(spec, inputs))
+    if name not in spec.outputs:  # nor does the kernel trip over it when it makes the results
+        inputs = {n: v for n, v in inputs.items() if n not in spec.outputs}
+        assert re.match(rf"{spec.name}: {name} must ", refusal(spec, inputs))
 
 
 @pytest.mark.parametrize(("spec", "name", "spoil"), _spoilt(MISFITS))
@@ -215,6 +218,9 @@ def test_misfit_is_named(
     inputs[name] = spoil(inputs[name])
     arguments = "|".join(inspect.signature(spec.launch).parameters)
     assert re.match(rf"{spec.name}: ({arguments}) must ", refusal(spec, inputs))
+    if name not in spec.outputs:
+        inputs = {n: v for n, v in inputs.items() if n not in spec.outputs}
+        assert re.match(rf"{spec.name}: ({arguments}) must ", refusal(spec, inputs))
 
 
 @pytest.mark.parametrize(("spec", "name", "spoil"), _spoilt([*PRECISE, *MISFITS], accepted=True))
