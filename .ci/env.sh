@@ -22,8 +22,9 @@ unfinished=$venv/.unfinished
 ticker=''
 label=''
 
+exec 8>&2 # a trap can run while standard error goes to the log
 fail() {
-    printf 'env: %s\n' "$1" >&2
+    printf 'env: %s\n' "$1" >&8
     exit 1
 }
 
@@ -38,7 +39,7 @@ pip_left_it_whole() { [ -f "$log" ] && ! grep -q '^Installing collected packages
 interrupted() {
     stop_ticker
     if pip_left_it_whole; then rm -f "$unfinished"; fi
-    printf '\n' >&2
+    printf '\n' >&8
     fail "interrupted while at work on ${label:-the environment}; run the same command again to go on"
 }
 trap interrupted INT TERM

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -181,3 +183,36 @@ def test_no_network_is_said_and_leaves_nothing_half_done(checkout: Path) -> None
     assert_refused(done, sentence)
     assert "env: an earlier installation was cut off, so .venv is made anew" in done.stdout
     assert not (venv / "left-over").exists()
+
+
+def test_interruption_inside_an_installation_leaves_the_mark(checkout: Path) -> None:
+    venv = checkout / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    program(
+        venv / "bin" / "python",
+        'case "$*" in\n'
+        "*'pip install'*) echo 'Installing collected packages: torch'; exec sleep 60 ;;\n"
+        "*print*) echo 3.11 ;;\n"
+        "esac\n",
+    )
+    running = subprocess.Popen(
+        ["bash", ".ci/env.sh", "demo"],
+        env={**os.environ, "TORCH": "torch==2.13.0"},
+        cwd=checkout,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    log = venv / "pip.log"
+    until = time.monotonic() + 60
+    while not (log.exists() and "Installing" in log.read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    os.killpg(running.pid, signal.SIGTERM)
+    said = running.communicate(timeout=60)[1]
+    assert running.returncode == 1
+    assert said.strip() == (
+        "env: interrupted while at work on torch==2.13.0; run the same command again to go on"
+    )
+    assert (venv / ".unfinished").exists()
+    assert not (venv / ".demo-ready").exists()
