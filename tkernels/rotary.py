@@ -6,12 +6,11 @@ BLOCK_HEADS q heads and, so that all shares are alike, BLOCK_KV_HEADS k heads th
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tkernels import check
 from tkernels.check import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
@@ -22,8 +21,9 @@ from tkernels.check import (
     check_tensor,
     describe,
 )
-from tkernels.device import Device, cdiv, next_power_of_2
-from tkernels.registry import Case, Config, Problem
+from tkernels.config import resolve
+from tkernels.device import Device, Kernel, bind, cdiv, next_power_of_2
+from tkernels.registry import Case, Config, KernelSpec, Problem
 from tkernels.rope_table import build_cos_sin_cache
 
 # The values of resolve() for a rotary kernel.
@@ -58,10 +58,10 @@ def check_heads(
     return t.shape[0], t.shape[1], t.shape[2]
 
 
-def check_rotary(
+def check_table(
     name: str, cos_sin_cache: torch.Tensor, positions: torch.Tensor, n_tokens: int, head_dim: int
-) -> tuple[int, int]:
-    """The table and the positions fit each other and the heads; returns (max_pos, rotary_dim)."""
+) -> int:
+    """The table fits the heads and the positions fit the tokens; returns rotary_dim."""
     check_tensor(name, "cos_sin_cache", cos_sin_cache)
     check_dtype(name, "cos_sin_cache", cos_sin_cache, (torch.float32,))
     if (
@@ -84,15 +84,16 @@ def check_rotary(
     check_dtype(name, "positions", positions, INDEX_DTYPES)
     check_shape(name, "positions", positions, tokens=n_tokens)
     check_last_contiguous(name, "positions", positions)
-    max_pos, rotary_dim = cos_sin_cache.shape
-    if check.DEBUG and n_tokens:
-        low, high = int(positions.min()), int(positions.max())
-        if low < 0 or high >= max_pos:
-            raise ValueError(
-                f"{name}: positions must be in [0, max_pos={max_pos}), got values from {low} to "
-                f"{high}"
-            )
-    return max_pos, rotary_dim
+    return cos_sin_cache.shape[1]
+
+
+def check_positions(name: str, positions: torch.Tensor, max_pos: int) -> None:
+    """Every position has a row of factors. It reads values: for TKERNELS_DEBUG=1 only."""
+    low, high = int(positions.min()), int(positions.max())
+    if low < 0 or high >= max_pos:
+        raise ValueError(
+            f"{name}: positions must be in [0, max_pos={max_pos}), got values from {low} to {high}"
+        )
 
 
 def check_flag(name: str, argument: str, value: bool) -> None:
@@ -101,28 +102,72 @@ def check_flag(name: str, argument: str, value: bool) -> None:
         raise TypeError(f"{name}: {argument} must be True or False, got {describe(value)}")
 
 
-def new_or_checked(
-    name: str,
-    argument: str,
-    out: torch.Tensor | None,
-    shape: torch.Size | tuple[int, ...],
-    like: torch.Tensor,
-) -> torch.Tensor:
-    """``out`` after a check, or a new contiguous tensor with the dtype of ``like``."""
-    if out is None:
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
+def new_like(name: str, argument: str, t: torch.Tensor) -> torch.Tensor:
+    """An uninitialised contiguous tensor like the argument ``t``."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: {argument} must be a tensor, got {describe(t)}")
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
+
+
+def check_output(
+    name: str, argument: str, out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor
+) -> None:
+    """``out`` has this shape, the dtype of ``like``, contiguous D and no element twice."""
     check_tensor(name, argument, out)
-    if out.shape != shape or out.dtype != like.dtype:
+    if tuple(out.shape) != shape or out.dtype != like.dtype:
         expected = str(like.dtype).removeprefix("torch.")
         raise ValueError(
             f"{name}: {argument} must be {expected} {list(shape)}, got {describe(out)}"
         )
     check_last_contiguous(name, argument, out)
     check_no_overlap(name, argument, out)
-    return out
 
 
-@functools.cache
+# What is left to call, with the tensors first: (launch, strides and counts).
+Plan = tuple[Callable[..., None], tuple[int, ...]]
+
+
+def plan_heads(
+    spec: KernelSpec,
+    kernel: Kernel,
+    values: tuple[Any, ...],
+    strided: tuple[torch.Tensor, ...],
+    max_pos: int,
+    *,
+    tail: int,
+    config: Config | None,
+) -> Plan | None:
+    """Launch of a rotary kernel on a problem of ``values`` (see FIELDS); None without tokens.
+
+    The kernel takes token and head stride of each tensor in ``strided`` (of a matrix: the token
+    stride), then ``max_pos, n_tiles``, and the constants below besides its config.
+    """
+    n_tokens, q_heads, k_heads, head_dim, rotary_dim, interleaved = values[:6]
+    if n_tokens == 0:
+        return None
+    cfg, max_programs = resolve(spec, values, config)
+    n_shares, block_kv, block_half, block_tail = tile_sizes(
+        q_heads, k_heads, head_dim, rotary_dim, cfg["BLOCK_HEADS"]
+    )
+    n_tiles = n_tokens * n_shares
+    programs = min(n_tiles, max_programs)
+    launch = bind(
+        kernel,
+        (programs,),
+        Q_HEADS=q_heads,
+        K_HEADS=k_heads,
+        HALF=rotary_dim // 2,
+        TAIL=tail,
+        INTERLEAVED=interleaved,
+        BLOCK_KV_HEADS=block_kv,
+        BLOCK_HALF=block_half,
+        BLOCK_TAIL=block_tail,
+        ONE_TILE=programs == n_tiles,
+        **cfg,
+    )
+    return launch, (*(s for t in strided for s in t.stride()[:-1]), max_pos, n_tiles)
+
+
 def tile_sizes(
     q_heads: int, k_heads: int, head_dim: int, rotary_dim: int, block_heads: int
 ) -> tuple[int, int, int, int]:
@@ -234,11 +279,12 @@ def space(dev: Device) -> dict[str, list[Any]]:
 
 def _pairs_and_tail(problem: Problem, block_heads: int) -> tuple[int, int]:
     """(pairs, elements behind rotary_dim) of a program, padding included."""
+    head_dim, rotary_dim = problem["head_dim"], problem["rotary_dim"]
     _, block_kv, block_half, block_tail = tile_sizes(
-        *(problem[n] for n in ("q_heads", "k_heads", "head_dim", "rotary_dim")), block_heads
+        problem["q_heads"], problem["k_heads"], head_dim, rotary_dim, block_heads
     )
     heads = block_heads + block_kv
-    tail = heads * block_tail if problem["head_dim"] > problem["rotary_dim"] else 0
+    tail = heads * block_tail if head_dim > rotary_dim else 0
     return heads * block_half, tail
 
 

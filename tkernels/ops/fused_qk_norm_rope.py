@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tkernels import rotary
+from tkernels import check, rotary
 from tkernels.check import (
     FLOAT_DTYPES,
     check_dtype,
@@ -28,7 +28,7 @@ from tkernels.check import (
     check_tensor,
     describe,
 )
-from tkernels.config import resolve
+from tkernels.config import planned
 from tkernels.device import Device, tl, triton
 from tkernels.ops.rms_norm import rms_norm
 from tkernels.ops.rope import load_factors, load_pairs, rope, rotate_ref, store_rotated
@@ -93,49 +93,95 @@ def _fused_qk_norm_rope_kernel(
     BLOCK_KV_HEADS: tl.constexpr,  # k heads of a program
     BLOCK_HALF: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
+    ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
+):
+    # fmt: off
+    if ONE_TILE:
+        _norm_rope_tile(
+            tl.program_id(0), qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr,
+            q_out_ptr, k_out_ptr, stride_xt, stride_qot, stride_qoh, stride_kot, stride_koh,
+            max_pos, eps, Q_HEADS, K_HEADS, HALF, TAIL, INTERLEAVED, BLOCK_HEADS,
+            BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_TAIL)
+    else:
+        for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+            _norm_rope_tile(
+                tile, qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr,
+                q_out_ptr, k_out_ptr, stride_xt, stride_qot, stride_qoh, stride_kot, stride_koh,
+                max_pos, eps, Q_HEADS, K_HEADS, HALF, TAIL, INTERLEAVED, BLOCK_HEADS,
+                BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_TAIL)
+    # fmt: on
+
+
+@triton.jit
+def _norm_rope_tile(
+    tile,
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    stride_xt,
+    stride_qot,
+    stride_qoh,
+    stride_kot,
+    stride_koh,
+    max_pos,
+    eps,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    TAIL: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_KV_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
 ):
     n_shares: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     head_dim: tl.constexpr = 2 * HALF + TAIL
-    tail = tl.arange(0, BLOCK_TAIL)[None, :]
-    tail_ok = tail < TAIL
-    all_ok = tl.full([1, 1], 1, tl.int1)
-    q_weight_a, q_weight_b = load_pairs(q_weight_ptr, all_ok, 1, HALF, BLOCK_HALF, INTERLEAVED)
-    k_weight_a, k_weight_b = load_pairs(k_weight_ptr, all_ok, 1, HALF, BLOCK_HALF, INTERLEAVED)
-    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-        token = tl.cast(tile // n_shares, tl.int64)
-        share = tile % n_shares
-        q_heads = share * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
-        k_heads = share * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)[:, None]
-        q_ok = q_heads < Q_HEADS
-        k_ok = k_heads < K_HEADS
-        x_row = qkv_ptr + token * stride_xt
-        q_rows = x_row + q_heads * head_dim  # [BLOCK_HEADS, 1]
-        k_rows = x_row + (Q_HEADS + k_heads) * head_dim
-        q_out_rows = q_out_ptr + token * stride_qot + q_heads.to(tl.int64) * stride_qoh
-        k_out_rows = k_out_ptr + token * stride_kot + k_heads.to(tl.int64) * stride_koh
+    token = tl.cast(tile // n_shares, tl.int64)
+    share = tile % n_shares
+    q_heads = share * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    k_heads = share * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)[:, None]
+    q_ok = q_heads < Q_HEADS
+    k_ok = k_heads < K_HEADS
+    x_row = qkv_ptr + token * stride_xt
+    q_rows = x_row + q_heads * head_dim  # [BLOCK_HEADS, 1]
+    k_rows = x_row + (Q_HEADS + k_heads) * head_dim
+    q_out_rows = q_out_ptr + token * stride_qot + q_heads.to(tl.int64) * stride_qoh
+    k_out_rows = k_out_ptr + token * stride_kot + k_heads.to(tl.int64) * stride_koh
 
-        q_a, q_b = load_pairs(q_rows, q_ok, BLOCK_HEADS, HALF, BLOCK_HALF, INTERLEAVED)
-        k_a, k_b = load_pairs(k_rows, k_ok, BLOCK_KV_HEADS, HALF, BLOCK_HALF, INTERLEAVED)
-        cos, sin = load_factors(positions_ptr, cos_sin_ptr, token, max_pos, HALF, BLOCK_HALF)
-        q_squares = tl.sum(q_a * q_a + q_b * q_b, axis=1)
-        k_squares = tl.sum(k_a * k_a + k_b * k_b, axis=1)
-        if TAIL > 0:
-            q_t = tl.load(q_rows + 2 * HALF + tail, mask=q_ok & tail_ok, other=0.0).to(tl.float32)
-            k_t = tl.load(k_rows + 2 * HALF + tail, mask=k_ok & tail_ok, other=0.0).to(tl.float32)
-            q_squares += tl.sum(q_t * q_t, axis=1)
-            k_squares += tl.sum(k_t * k_t, axis=1)
-        q_scale = tl.rsqrt(q_squares / head_dim + eps)[:, None]
-        k_scale = tl.rsqrt(k_squares / head_dim + eps)[:, None]
+    # All loads stand before the first store: they do not wait for it, and it may be in place.
+    q_a, q_b = load_pairs(q_rows, q_ok, BLOCK_HEADS, HALF, BLOCK_HALF, INTERLEAVED)
+    k_a, k_b = load_pairs(k_rows, k_ok, BLOCK_KV_HEADS, HALF, BLOCK_HALF, INTERLEAVED)
+    cos, sin = load_factors(positions_ptr, cos_sin_ptr, token, max_pos, HALF, BLOCK_HALF)
+    one_row = tl.full([1, 1], 1, tl.int1)
+    q_weight_a, q_weight_b = load_pairs(q_weight_ptr, one_row, 1, HALF, BLOCK_HALF, INTERLEAVED)
+    k_weight_a, k_weight_b = load_pairs(k_weight_ptr, one_row, 1, HALF, BLOCK_HALF, INTERLEAVED)
+    q_squares = tl.sum(q_a * q_a + q_b * q_b, axis=1)
+    k_squares = tl.sum(k_a * k_a + k_b * k_b, axis=1)
+    if TAIL > 0:
+        tail = tl.arange(0, BLOCK_TAIL)[None, :]
+        dims = 2 * HALF + tail
+        tail_ok = tail < TAIL
+        q_tail = tl.load(q_rows + dims, mask=q_ok & tail_ok, other=0.0).to(tl.float32)
+        k_tail = tl.load(k_rows + dims, mask=k_ok & tail_ok, other=0.0).to(tl.float32)
+        q_squares += tl.sum(q_tail * q_tail, axis=1)
+        k_squares += tl.sum(k_tail * k_tail, axis=1)
+    q_scale = tl.rsqrt(q_squares / head_dim + eps)[:, None]
+    k_scale = tl.rsqrt(k_squares / head_dim + eps)[:, None]
 
-        q_a, q_b = q_a * q_scale * q_weight_a, q_b * q_scale * q_weight_b
-        k_a, k_b = k_a * k_scale * k_weight_a, k_b * k_scale * k_weight_b
-        store_rotated(q_out_rows, q_ok, q_a, q_b, cos, sin, HALF, BLOCK_HALF, INTERLEAVED)
-        store_rotated(k_out_rows, k_ok, k_a, k_b, cos, sin, HALF, BLOCK_HALF, INTERLEAVED)
-        if TAIL > 0:
-            weight = tl.load(q_weight_ptr + 2 * HALF + tail, mask=tail_ok, other=0.0)
-            tl.store(q_out_rows + 2 * HALF + tail, q_t * q_scale * weight, mask=q_ok & tail_ok)
-            weight = tl.load(k_weight_ptr + 2 * HALF + tail, mask=tail_ok, other=0.0)
-            tl.store(k_out_rows + 2 * HALF + tail, k_t * k_scale * weight, mask=k_ok & tail_ok)
+    q_a, q_b = q_a * q_scale * q_weight_a, q_b * q_scale * q_weight_b
+    k_a, k_b = k_a * k_scale * k_weight_a, k_b * k_scale * k_weight_b
+    store_rotated(q_out_rows, q_ok, q_a, q_b, cos, sin, HALF, BLOCK_HALF, INTERLEAVED)
+    store_rotated(k_out_rows, k_ok, k_a, k_b, cos, sin, HALF, BLOCK_HALF, INTERLEAVED)
+    if TAIL > 0:
+        q_weight = tl.load(q_weight_ptr + dims, mask=tail_ok, other=0.0).to(tl.float32)
+        k_weight = tl.load(k_weight_ptr + dims, mask=tail_ok, other=0.0).to(tl.float32)
+        tl.store(q_out_rows + dims, q_tail * q_scale * q_weight, mask=q_ok & tail_ok)
+        tl.store(k_out_rows + dims, k_tail * k_scale * k_weight, mask=k_ok & tail_ok)
 
 
 @op
@@ -180,59 +226,81 @@ def fused_qk_norm_rope(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
     """
+    if q_out is None:
+        q_out = _new_heads(qkv, q_weight, "num_heads", num_heads)
+    if k_out is None:
+        k_out = _new_heads(qkv, q_weight, "num_kv_heads", num_kv_heads)
+    plan = planned(
+        _plan,
+        config,
+        (qkv, q_weight, k_weight, cos_sin_cache, positions, q_out, k_out),
+        num_heads,
+        num_kv_heads,
+        eps,
+        interleaved,
+    )
+    if plan is not None:
+        if check.DEBUG:
+            rotary.check_positions("fused_qk_norm_rope", positions, cos_sin_cache.shape[0])
+        launch, numbers = plan
+        launch(qkv, q_weight, k_weight, cos_sin_cache, positions, q_out, k_out, *numbers, eps)
+    return q_out, k_out
+
+
+def _plan(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    positions: torch.Tensor,
+    q_out: torch.Tensor,
+    k_out: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    interleaved: bool,
+    config: Config | None,
+) -> rotary.Plan | None:
     name = "fused_qk_norm_rope"
     head_dim = _check_weights(q_weight, k_weight)
     n_tokens = _check_qkv(qkv, num_heads, num_kv_heads, head_dim)
-    max_pos, rotary_dim = rotary.check_rotary(name, cos_sin_cache, positions, n_tokens, head_dim)
+    rotary_dim = rotary.check_table(name, cos_sin_cache, positions, n_tokens, head_dim)
     check_positive(name, "eps", eps)
     rotary.check_flag(name, "interleaved", interleaved)
-    q_out = rotary.new_or_checked(name, "q_out", q_out, (n_tokens, num_heads, head_dim), qkv)
-    k_out = rotary.new_or_checked(name, "k_out", k_out, (n_tokens, num_kv_heads, head_dim), qkv)
-    if n_tokens == 0:
-        return q_out, k_out
-    cfg, max_programs = resolve(
+    rotary.check_output(name, "q_out", q_out, (n_tokens, num_heads, head_dim), qkv)
+    rotary.check_output(name, "k_out", k_out, (n_tokens, num_kv_heads, head_dim), qkv)
+    sizes = (n_tokens, num_heads, num_kv_heads, head_dim, rotary_dim)
+    return rotary.plan_heads(
         SPEC,
-        (
-            n_tokens,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            rotary_dim,
-            interleaved,
-            qkv.dtype,
-            positions.dtype,
-        ),
-        config,
+        _fused_qk_norm_rope_kernel,
+        (*sizes, interleaved, qkv.dtype, positions.dtype),
+        (qkv, q_out, k_out),
+        cos_sin_cache.shape[0],
+        tail=head_dim - rotary_dim,
+        config=config,
     )
-    n_shares, block_kv, block_half, block_tail = rotary.tile_sizes(
-        num_heads, num_kv_heads, head_dim, rotary_dim, cfg["BLOCK_HEADS"]
-    )
-    n_tiles = n_tokens * n_shares
-    _fused_qk_norm_rope_kernel[(min(n_tiles, max_programs),)](
-        qkv,
-        q_weight,
-        k_weight,
-        cos_sin_cache,
-        positions,
-        q_out,
-        k_out,
-        qkv.stride(0),
-        *q_out.stride()[:2],
-        *k_out.stride()[:2],
-        max_pos,
-        n_tiles,
-        eps,
-        Q_HEADS=num_heads,
-        K_HEADS=num_kv_heads,
-        HALF=rotary_dim // 2,
-        TAIL=head_dim - rotary_dim,
-        INTERLEAVED=interleaved,
-        BLOCK_KV_HEADS=block_kv,
-        BLOCK_HALF=block_half,
-        BLOCK_TAIL=block_tail,
-        **cfg,
-    )
-    return q_out, k_out
+
+
+def _new_heads(
+    qkv: torch.Tensor, q_weight: torch.Tensor, argument: str, count: int
+) -> torch.Tensor:
+    """A new [T, count, D], after the checks that its shape needs."""
+    name = "fused_qk_norm_rope"
+    for other, t in (("qkv", qkv), ("q_weight", q_weight)):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: {other} must be a tensor, got {describe(t)}")
+        if t.dim() < 1:
+            raise ValueError(f"{name}: {other} must have dimensions, got {describe(t)}")
+    _check_count(argument, count)
+    shape = (qkv.shape[0], count, q_weight.shape[0])
+    return torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
+
+
+def _check_count(argument: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"fused_qk_norm_rope: {argument} must be an int >= 1, got {describe(value)}"
+        )
 
 
 def _check_weights(q_weight: torch.Tensor, k_weight: torch.Tensor) -> int:
@@ -256,9 +324,8 @@ def _check_weights(q_weight: torch.Tensor, k_weight: torch.Tensor) -> int:
 def _check_qkv(qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     """``qkv`` holds exactly these heads; returns the number of tokens."""
     name = "fused_qk_norm_rope"
-    for argument, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: {argument} must be an int >= 1, got {describe(value)}")
+    _check_count("num_heads", num_heads)
+    _check_count("num_kv_heads", num_kv_heads)
     check_tensor(name, "qkv", qkv)
     check_dtype(name, "qkv", qkv, FLOAT_DTYPES)
     width = (num_heads + 2 * num_kv_heads) * head_dim

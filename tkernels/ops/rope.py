@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from tkernels import rotary
-from tkernels.config import resolve
+from tkernels import check, rotary
+from tkernels.config import planned
 from tkernels.device import tl, triton
 from tkernels.registry import Config, Cost, KernelSpec, Problem, op, register
 
@@ -157,33 +157,78 @@ def _rope_kernel(
     BLOCK_KV_HEADS: tl.constexpr,  # k heads of a program
     BLOCK_HALF: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
+    ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
+):
+    # fmt: off
+    if ONE_TILE:
+        _rope_tile(
+            tl.program_id(0), q_ptr, k_ptr, cos_sin_ptr, positions_ptr, q_out_ptr, k_out_ptr,
+            stride_qt, stride_qh, stride_kt, stride_kh, stride_qot, stride_qoh, stride_kot,
+            stride_koh, max_pos, Q_HEADS, K_HEADS, HALF, TAIL, INTERLEAVED, BLOCK_HEADS,
+            BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_TAIL)
+    else:
+        for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+            _rope_tile(
+                tile, q_ptr, k_ptr, cos_sin_ptr, positions_ptr, q_out_ptr, k_out_ptr,
+                stride_qt, stride_qh, stride_kt, stride_kh, stride_qot, stride_qoh, stride_kot,
+                stride_koh, max_pos, Q_HEADS, K_HEADS, HALF, TAIL, INTERLEAVED, BLOCK_HEADS,
+                BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_TAIL)
+    # fmt: on
+
+
+@triton.jit
+def _rope_tile(
+    tile,
+    q_ptr,
+    k_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_qot,
+    stride_qoh,
+    stride_kot,
+    stride_koh,
+    max_pos,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    TAIL: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_KV_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
 ):
     n_shares: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-        token = tl.cast(tile // n_shares, tl.int64)
-        share = tile % n_shares
-        q_heads = share * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
-        k_heads = share * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)[:, None]
-        q_ok = q_heads < Q_HEADS
-        k_ok = k_heads < K_HEADS
-        q_heads, k_heads = q_heads.to(tl.int64), k_heads.to(tl.int64)
-        q_rows = q_ptr + token * stride_qt + q_heads * stride_qh  # [BLOCK_HEADS, 1]
-        k_rows = k_ptr + token * stride_kt + k_heads * stride_kh
-        q_out_rows = q_out_ptr + token * stride_qot + q_heads * stride_qoh
-        k_out_rows = k_out_ptr + token * stride_kot + k_heads * stride_koh
+    token = tl.cast(tile // n_shares, tl.int64)
+    share = tile % n_shares
+    q_heads = share * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    k_heads = share * BLOCK_KV_HEADS + tl.arange(0, BLOCK_KV_HEADS)[:, None]
+    q_ok = q_heads < Q_HEADS
+    k_ok = k_heads < K_HEADS
+    q_heads, k_heads = q_heads.to(tl.int64), k_heads.to(tl.int64)
+    q_rows = q_ptr + token * stride_qt + q_heads * stride_qh  # [BLOCK_HEADS, 1]
+    k_rows = k_ptr + token * stride_kt + k_heads * stride_kh
+    q_out_rows = q_out_ptr + token * stride_qot + q_heads * stride_qoh
+    k_out_rows = k_out_ptr + token * stride_kot + k_heads * stride_koh
 
-        q_a, q_b = load_pairs(q_rows, q_ok, BLOCK_HEADS, HALF, BLOCK_HALF, INTERLEAVED)
-        k_a, k_b = load_pairs(k_rows, k_ok, BLOCK_KV_HEADS, HALF, BLOCK_HALF, INTERLEAVED)
-        cos, sin = load_factors(positions_ptr, cos_sin_ptr, token, max_pos, HALF, BLOCK_HALF)
-        store_rotated(q_out_rows, q_ok, q_a, q_b, cos, sin, HALF, BLOCK_HALF, INTERLEAVED)
-        store_rotated(k_out_rows, k_ok, k_a, k_b, cos, sin, HALF, BLOCK_HALF, INTERLEAVED)
-        if TAIL > 0:
-            tail = tl.arange(0, BLOCK_TAIL)[None, :]
-            dims = 2 * HALF + tail
-            q_tail = tl.load(q_rows + dims, mask=q_ok & (tail < TAIL))
-            k_tail = tl.load(k_rows + dims, mask=k_ok & (tail < TAIL))
-            tl.store(q_out_rows + dims, q_tail, mask=q_ok & (tail < TAIL))
-            tl.store(k_out_rows + dims, k_tail, mask=k_ok & (tail < TAIL))
+    q_a, q_b = load_pairs(q_rows, q_ok, BLOCK_HEADS, HALF, BLOCK_HALF, INTERLEAVED)
+    k_a, k_b = load_pairs(k_rows, k_ok, BLOCK_KV_HEADS, HALF, BLOCK_HALF, INTERLEAVED)
+    cos, sin = load_factors(positions_ptr, cos_sin_ptr, token, max_pos, HALF, BLOCK_HALF)
+    store_rotated(q_out_rows, q_ok, q_a, q_b, cos, sin, HALF, BLOCK_HALF, INTERLEAVED)
+    store_rotated(k_out_rows, k_ok, k_a, k_b, cos, sin, HALF, BLOCK_HALF, INTERLEAVED)
+    if TAIL > 0:
+        tail = tl.arange(0, BLOCK_TAIL)[None, :]
+        dims = 2 * HALF + tail
+        q_tail = tl.load(q_rows + dims, mask=q_ok & (tail < TAIL))
+        k_tail = tl.load(k_rows + dims, mask=k_ok & (tail < TAIL))
+        tl.store(q_out_rows + dims, q_tail, mask=q_ok & (tail < TAIL))
+        tl.store(k_out_rows + dims, k_tail, mask=k_ok & (tail < TAIL))
 
 
 @op
@@ -220,57 +265,47 @@ def rope(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
     """
+    q_out = rotary.new_like("rope", "q", q) if q_out is None else q_out
+    k_out = rotary.new_like("rope", "k", k) if k_out is None else k_out
+    untouched = q_out is q and k_out is k
+    plan = planned(
+        _plan, config, (q, k, cos_sin_cache, positions, q_out, k_out), interleaved, untouched
+    )
+    if plan is not None:
+        if check.DEBUG:
+            rotary.check_positions("rope", positions, cos_sin_cache.shape[0])
+        launch, numbers = plan
+        launch(q, k, cos_sin_cache, positions, q_out, k_out, *numbers)
+    return q_out, k_out
+
+
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    positions: torch.Tensor,
+    q_out: torch.Tensor,
+    k_out: torch.Tensor,
+    interleaved: bool,
+    untouched: bool,  # dimensions behind rotary_dim are in place already
+    config: Config | None,
+) -> rotary.Plan | None:
     n_tokens, q_heads, head_dim = rotary.check_heads("rope", "q", q)
     k_heads = rotary.check_heads("rope", "k", k, like=q)[1]
-    max_pos, rotary_dim = rotary.check_rotary("rope", cos_sin_cache, positions, n_tokens, head_dim)
+    rotary_dim = rotary.check_table("rope", cos_sin_cache, positions, n_tokens, head_dim)
     rotary.check_flag("rope", "interleaved", interleaved)
-    q_out = rotary.new_or_checked("rope", "q_out", q_out, q.shape, q)
-    k_out = rotary.new_or_checked("rope", "k_out", k_out, k.shape, k)
-    if n_tokens == 0:
-        return q_out, k_out
-    cfg, max_programs = resolve(
+    rotary.check_output("rope", "q_out", q_out, tuple(q.shape), q)
+    rotary.check_output("rope", "k_out", k_out, tuple(k.shape), k)
+    sizes = (n_tokens, q_heads, k_heads, head_dim, rotary_dim)
+    return rotary.plan_heads(
         SPEC,
-        (
-            n_tokens,
-            q_heads,
-            k_heads,
-            head_dim,
-            rotary_dim,
-            interleaved,
-            q.dtype,
-            positions.dtype,
-        ),
-        config,
+        _rope_kernel,
+        (*sizes, interleaved, q.dtype, positions.dtype),
+        (q, k, q_out, k_out),
+        cos_sin_cache.shape[0],
+        tail=0 if untouched else head_dim - rotary_dim,
+        config=config,
     )
-    n_shares, block_kv, block_half, block_tail = rotary.tile_sizes(
-        q_heads, k_heads, head_dim, rotary_dim, cfg["BLOCK_HEADS"]
-    )
-    n_tiles = n_tokens * n_shares
-    untouched = q_out is q and k_out is k
-    _rope_kernel[(min(n_tiles, max_programs),)](
-        q,
-        k,
-        cos_sin_cache,
-        positions,
-        q_out,
-        k_out,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *q_out.stride()[:2],
-        *k_out.stride()[:2],
-        max_pos,
-        n_tiles,
-        Q_HEADS=q_heads,
-        K_HEADS=k_heads,
-        HALF=rotary_dim // 2,
-        TAIL=0 if untouched else head_dim - rotary_dim,
-        INTERLEAVED=interleaved,
-        BLOCK_KV_HEADS=block_kv,
-        BLOCK_HALF=block_half,
-        BLOCK_TAIL=block_tail,
-        **cfg,
-    )
-    return q_out, k_out
 
 
 # ---- facts for tests, bench and tuner --------------------------------------------------------
