@@ -16,13 +16,12 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import importlib
 import inspect
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ import torch
 from bench import report
 from bench.rows import UsageError
 from bench.run import case_tag, select
-from tkernels import device, testing
+from tkernels import device, offline, testing
 from tkernels.registry import Case, KernelSpec
 
 _BLOCK = 200  # calls; a CUDA stream queues 1,024 launches before it makes the host wait
@@ -63,7 +62,7 @@ def measure(spec: KernelSpec, case: Case, *, calls: int = 2000) -> Overhead:
         raise UsageError(f"bench: {spec.name} must launch a Triton kernel on {case.name}, got none")
     bare = launches[0] if len(launches) == 1 else _all(launches)
     blocks = max(3, calls // _BLOCK)
-    with contextlib.nullcontext() if real else _replaced_run(_nothing):
+    with contextlib.nullcontext() if real else offline.replaced_run(_nothing):
         pairs = _alternate(public, bare, blocks)
     return Overhead(
         kernel=spec.name,
@@ -92,25 +91,6 @@ def _public_call(spec: KernelSpec, case: Case) -> Call:
     return functools.partial(spec.launch, *positional, **keywords)
 
 
-def _kernel_class() -> Any:
-    """The class whose ``run`` every launch goes through."""
-    if device.current().arch == "interpret":
-        return importlib.import_module("triton.runtime.interpreter").InterpretedFunction
-    return importlib.import_module("triton.runtime.jit").JITFunction
-
-
-@contextlib.contextmanager
-def _replaced_run(run: Callable[..., Any]) -> Iterator[Any]:
-    """Every launch inside the block calls ``run`` instead; gives the original."""
-    cls = _kernel_class()
-    original = cls.run
-    cls.run = run
-    try:
-        yield original
-    finally:
-        cls.run = original
-
-
 def _nothing(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     pass
 
@@ -124,7 +104,7 @@ def recorded_launches(call: Call) -> list[Call]:
         launches.append(lambda: self[grid](*args, **kwargs))
         return original(self, *args, grid=grid, warmup=warmup, **kwargs)
 
-    with _replaced_run(run) as before:
+    with offline.replaced_run(run) as before:
         original = before
         call()
     return launches

@@ -18,8 +18,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from tkernels.offline import Variant
+
 from .lower import CHIP, first_error
-from .record import Variant
 
 # Launch option of triton-ascend -> flag of the compiler, as triton-ascend's backend maps them.
 _FLAGS = {

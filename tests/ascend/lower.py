@@ -18,7 +18,7 @@ from triton.backends.ascend.compiler import (
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .record import Variant
+from tkernels.offline import Variant
 
 CHIP = "Ascend910B3"
 _KNOWN_OPTIONS = {field.name for field in dataclasses.fields(NPUOptions)}

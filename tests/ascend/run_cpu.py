@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from tkernels.offline import Launch, variant_of
+
 from .cpu_build import HostKernel, build
 from .lower import lower
-from .record import Launch, variant_of
 
 _PAGE = mmap.PAGESIZE
 _BAND = 16 * _PAGE

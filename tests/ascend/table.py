@@ -14,10 +14,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tkernels.offline import Variant
+
 from . import bisheng
 from .bisheng import Verdict
 from .lower import CHIP, scalar_memory_loops
-from .record import Variant
 
 PATH = Path(__file__).with_name("table.json")
 FIGURES = ("ub", "l1", "l0c", "scalar_loops", "loops", "double_buffered")

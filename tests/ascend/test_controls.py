@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tkernels.device import tl, triton
+from tkernels.offline import record_launches, variant_of
 from tkernels.testing import assert_close
 
 from . import bisheng, table
 from .cpu_build import BuildError, build
 from .lower import LoweringError, lower, scalar_memory_loops
-from .record import record_launches, variant_of
 from .run_cpu import ExecutionError, execute
 
 

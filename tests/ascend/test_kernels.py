@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tkernels import device
+from tkernels.offline import Variant, record_launches, variant_of
 from tkernels.registry import Case, KernelSpec, all_kernels
 from tkernels.testing import assert_right, clone_inputs, guarded, tensors_of
 
@@ -23,7 +24,6 @@ from . import bisheng, table
 from .bisheng import Verdict
 from .cpu_build import build
 from .lower import lower, scalar_memory_loops
-from .record import Variant, record_launches, variant_of
 from .run_cpu import execute
 
 SPECS = all_kernels()
