@@ -16,6 +16,7 @@ Where the heads of a token are neighbours in all four tensors they are copied as
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from tkernels.check import (
     describe,
 )
 from tkernels.config import planned, resolve
-from tkernels.device import Device, cdiv, next_power_of_2, tl, triton
+from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
 
 
@@ -76,29 +77,71 @@ def _append_paged_kv_kernel(
     BLOCK_SIZE: tl.constexpr,  # tokens a cache block; a constant, because it divides
     N_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # fmt: off
+    if ONE_TILE:
+        _append_tile(
+            tl.program_id(0), k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr,
+            stride_kt, stride_kh, stride_vt, stride_vh, stride_kcb, stride_kcs, stride_kch,
+            stride_vcb, stride_vcs, stride_vch, n_slots,
+            BLOCK_SIZE, N_HEADS, HEAD_DIM, BLOCK_HEADS, BLOCK_D)
+    else:
+        for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+            _append_tile(
+                tile, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr,
+                stride_kt, stride_kh, stride_vt, stride_vh, stride_kcb, stride_kcs, stride_kch,
+                stride_vcb, stride_vcs, stride_vch, n_slots,
+                BLOCK_SIZE, N_HEADS, HEAD_DIM, BLOCK_HEADS, BLOCK_D)
+    # fmt: on
+
+
+@triton.jit
+def _append_tile(
+    tile,
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_ptr,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_kcb,
+    stride_kcs,
+    stride_kch,
+    stride_vcb,
+    stride_vcs,
+    stride_vch,
+    n_slots,
+    BLOCK_SIZE: tl.constexpr,
+    N_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     n_head_tiles: tl.constexpr = (N_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     n_col_tiles: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
-    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-        head_tile = tile // n_col_tiles
-        token = head_tile // n_head_tiles
-        # Only the slot is data; everything that it multiplies is wide because it is.
-        slot = tl.load(slot_ptr + token).to(tl.int64)
-        heads = (head_tile % n_head_tiles) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
-        cols = (tile % n_col_tiles) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-        ok = (heads < N_HEADS) & (cols < HEAD_DIM)
-        token64, heads64 = token.to(tl.int64), heads.to(tl.int64)
-        # Read before the slot is known to be one, so that the loads do not wait for each other.
-        k = tl.load(k_ptr + token64 * stride_kt + heads64 * stride_kh + cols, mask=ok)
-        v = tl.load(v_ptr + token64 * stride_vt + heads64 * stride_vh + cols, mask=ok)
-        if (slot >= 0) & (slot < n_slots):
-            block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-            k_rows = k_cache_ptr + block * stride_kcb + offset * stride_kcs + heads64 * stride_kch
-            v_rows = v_cache_ptr + block * stride_vcb + offset * stride_vcs + heads64 * stride_vch
-            tl.store(k_rows + cols, k, mask=ok)
-            tl.store(v_rows + cols, v, mask=ok)
+    head_tile = tile // n_col_tiles
+    token = head_tile // n_head_tiles
+    # Only the slot is data; everything that it multiplies is wide because it is.
+    slot = tl.load(slot_ptr + token).to(tl.int64)
+    heads = (head_tile % n_head_tiles) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    cols = (tile % n_col_tiles) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    ok = (heads < N_HEADS) & (cols < HEAD_DIM)
+    token64, heads64 = token.to(tl.int64), heads.to(tl.int64)
+    # Read before the slot is known to be one, so that the loads do not wait for each other.
+    k = tl.load(k_ptr + token64 * stride_kt + heads64 * stride_kh + cols, mask=ok)
+    v = tl.load(v_ptr + token64 * stride_vt + heads64 * stride_vh + cols, mask=ok)
+    if (slot >= 0) & (slot < n_slots):
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        k_rows = k_cache_ptr + block * stride_kcb + offset * stride_kcs + heads64 * stride_kch
+        v_rows = v_cache_ptr + block * stride_vcb + offset * stride_vcs + heads64 * stride_vch
+        tl.store(k_rows + cols, k, mask=ok)
+        tl.store(v_rows + cols, v, mask=ok)
 
 
 @op
@@ -131,8 +174,8 @@ def append_paged_kv(
     if check.DEBUG:
         _check_slots(slot_mapping, k_cache.shape[0] * k_cache.shape[1])
     if plan is not None:
-        grid, numbers, kwargs = plan
-        _append_paged_kv_kernel[grid](k, v, k_cache, v_cache, slot_mapping, *numbers, **kwargs)
+        launch, numbers = plan
+        launch(k, v, k_cache, v_cache, slot_mapping, *numbers)
 
 
 def _plan(
@@ -142,8 +185,8 @@ def _plan(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     config: Config | None,
-) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]] | None:
-    """(grid, strides and counts, keyword arguments); None where there is nothing to copy."""
+) -> tuple[Callable[..., None], tuple[int, ...]] | None:
+    """(launch, strides and counts); None where there is nothing to copy."""
     name = "append_paged_kv"
     n_tokens, n_heads, head_dim, num_blocks, block_size = _check(k, v, k_cache, v_cache)
     check_tensor(name, "slot_mapping", slot_mapping)
@@ -160,8 +203,15 @@ def _plan(
     if one_row:
         n_heads, head_dim = 1, n_heads * head_dim
     n_tiles = n_tokens * cdiv(n_heads, cfg["BLOCK_HEADS"]) * cdiv(head_dim, cfg["BLOCK_D"])
-    kwargs = {"BLOCK_SIZE": block_size, "N_HEADS": n_heads, "HEAD_DIM": head_dim, **cfg}
-    return (min(n_tiles, max_programs),), (*strides, n_slots, n_tiles), kwargs
+    programs = min(n_tiles, max_programs)
+    constants = {
+        "BLOCK_SIZE": block_size,
+        "N_HEADS": n_heads,
+        "HEAD_DIM": head_dim,
+        "ONE_TILE": programs == n_tiles,
+    }
+    launch = bind(_append_paged_kv_kernel, (programs,), **constants, **cfg)
+    return launch, (*strides, n_slots, n_tiles)
 
 
 def _check(

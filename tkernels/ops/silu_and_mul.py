@@ -19,7 +19,7 @@ import torch
 from tkernels import rows
 from tkernels.check import describe
 from tkernels.config import planned, resolve
-from tkernels.device import Device, cdiv, next_power_of_2, tl, triton
+from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
 
 
@@ -50,27 +50,56 @@ def _silu_and_mul_kernel(
     n_tiles,
     N_COLS: tl.constexpr,
     TWO_LEVELS: tl.constexpr,  # rows have an outer stride too
+    ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # fmt: off
+    if ONE_TILE:
+        _silu_and_mul_tile(
+            tl.program_id(0), x_ptr, out_ptr, stride_xo, stride_xi, stride_oo, stride_oi,
+            n_inner, n_inner_tiles, N_COLS, TWO_LEVELS, BLOCK_ROWS, BLOCK_N)
+    else:
+        for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+            _silu_and_mul_tile(
+                tile, x_ptr, out_ptr, stride_xo, stride_xi, stride_oo, stride_oi,
+                n_inner, n_inner_tiles, N_COLS, TWO_LEVELS, BLOCK_ROWS, BLOCK_N)
+    # fmt: on
+
+
+@triton.jit
+def _silu_and_mul_tile(
+    tile,
+    x_ptr,
+    out_ptr,
+    stride_xo,
+    stride_xi,
+    stride_oo,
+    stride_oi,
+    n_inner,
+    n_inner_tiles,
+    N_COLS: tl.constexpr,
+    TWO_LEVELS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     n_col_tiles: tl.constexpr = (N_COLS + BLOCK_N - 1) // BLOCK_N
-    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-        cols = (tile % n_col_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        inner_tile, outer = tile // n_col_tiles, tl.cast(0, tl.int64)
-        if TWO_LEVELS:
-            outer = (inner_tile // n_inner_tiles).to(tl.int64)
-            inner_tile = inner_tile % n_inner_tiles
-        inner = inner_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-        ok = (inner < n_inner) & (cols < N_COLS)
-        x_rows = x_ptr + outer * stride_xo + inner.to(tl.int64) * stride_xi  # [BLOCK_ROWS, 1]
-        out_rows = out_ptr + outer * stride_oo + inner.to(tl.int64) * stride_oi
+    cols = (tile % n_col_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    inner_tile, outer = tile // n_col_tiles, tl.cast(0, tl.int64)
+    if TWO_LEVELS:
+        outer = (inner_tile // n_inner_tiles).to(tl.int64)
+        inner_tile = inner_tile % n_inner_tiles
+    inner = inner_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    ok = (inner < n_inner) & (cols < N_COLS)
+    x_rows = x_ptr + outer * stride_xo + inner.to(tl.int64) * stride_xi  # [BLOCK_ROWS, 1]
+    out_rows = out_ptr + outer * stride_oo + inner.to(tl.int64) * stride_oi
 
-        gate = tl.load(x_rows + cols, mask=ok, other=0.0).to(tl.float32)
-        up = tl.load(x_rows + N_COLS + cols, mask=ok, other=0.0).to(tl.float32)
-        # Below -88 exp(-gate) leaves fp32; the true value is under 1e-36, and -inf / inf is NaN.
-        # A NaN compares false and passes through.
-        silu = tl.where(gate < -88.0, 0.0, gate / (1.0 + tl.exp(-gate)))
-        tl.store(out_rows + cols, silu * up, mask=ok)
+    gate = tl.load(x_rows + cols, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(x_rows + N_COLS + cols, mask=ok, other=0.0).to(tl.float32)
+    # Below -88 exp(-gate) leaves fp32; the true value is under 1e-36, and -inf / inf is NaN.
+    # A NaN compares false and passes through.
+    silu = tl.where(gate < -88.0, 0.0, gate / (1.0 + tl.exp(-gate)))
+    tl.store(out_rows + cols, silu * up, mask=ok)
 
 
 @op
@@ -95,19 +124,19 @@ def silu_and_mul(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
     """
-    out_shape, launch = planned(_plan, config, (x,) if out is None else (x, out))
+    out_shape, plan = planned(_plan, config, (x,) if out is None else (x, out))
     if out is None:
         out = torch.empty(out_shape, dtype=x.dtype, device=x.device)
-    if launch is not None:
-        grid, numbers, kwargs = launch
-        _silu_and_mul_kernel[grid](x, out, *numbers, **kwargs)
+    if plan is not None:
+        launch, numbers = plan
+        launch(x, out, *numbers)
     return out
 
 
 def _plan(
     x: torch.Tensor, out: torch.Tensor | None = None, *, config: Config | None
 ) -> tuple[tuple[int, ...], rows.RowPlan | None]:
-    """(shape of the result, launch or None where there are no rows)."""
+    """(shape of the result, launch and numbers or None where there are no rows)."""
     both = rows.check_row_input("silu_and_mul", "x", x)
     if both % 2:
         raise ValueError(f"silu_and_mul: x must have shape [..., 2 * n_cols], got {describe(x)}")
@@ -123,9 +152,10 @@ def _plan(
     cfg, max_programs = resolve(SPEC, (outer, inner, n_cols, x.dtype), config)
     inner_tiles = cdiv(inner, cfg["BLOCK_ROWS"])
     n_tiles = outer * inner_tiles * cdiv(n_cols, cfg["BLOCK_N"])
-    kwargs = {"N_COLS": n_cols, "TWO_LEVELS": outer > 1, **cfg}
-    numbers = (*strides, inner, inner_tiles, n_tiles)
-    return shape, ((min(n_tiles, max_programs),), numbers, kwargs)
+    programs = min(n_tiles, max_programs)
+    constants = {"N_COLS": n_cols, "TWO_LEVELS": outer > 1, "ONE_TILE": programs == n_tiles}
+    launch = bind(_silu_and_mul_kernel, (programs,), **constants, **cfg)
+    return shape, (launch, (*strides, inner, inner_tiles, n_tiles))
 
 
 # ---- facts for tests, bench and tuner --------------------------------------------------------
