@@ -28,6 +28,14 @@ def test_one_version() -> None:
     assert f'\nversion = "{tkernels.__version__}"\n' in PYPROJECT
 
 
+@pytest.mark.parametrize("package", ["tkernels", "autotune", "model", "bench"])
+def test_each_package_is_type_checked(package: str) -> None:
+    """mypy fails on a package that is named and absent, but not on one that nobody named."""
+    [listed] = re.findall(r"^packages = (\[.*\])$", PYPROJECT, re.MULTILINE)
+    present = (ROOT / package / "__init__.py").exists()
+    assert (f'"{package}"' in listed) == present
+
+
 def test_readme_example_runs() -> None:
     programs = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert programs
