@@ -1,0 +1,100 @@
+"""The tuner: a tiny search end to end, wrong and failing configs, files that the lookup finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tkernels import config, device
+from tkernels.registry import get
+
+pytest.importorskip("optuna", reason="the tuner needs optuna (tkernels[tune])")
+
+from autotune import export, search
+from autotune.__main__ import main
+
+SPEC = get("rms_norm")
+CASE = SPEC.cases[0]
+
+
+def no_words(line: str) -> None:
+    raise AssertionError(f"nothing was to be said, got: {line}")
+
+
+def test_finds_a_legal_config() -> None:
+    outcome = search.tune(SPEC, CASE, trials=4, seed=0, said=no_words)
+    assert SPEC.why_illegal(outcome.config, CASE.problem, device.current()) is None
+    assert outcome.tally.measured == 4
+    assert outcome.key == SPEC.tuning_key(CASE.problem)
+    assert 0 < outcome.ms <= outcome.default_ms
+
+
+def test_wrong_or_failing_configs_never_win() -> None:
+    """Only the default is right here: others are off by 1, or do not launch."""
+    default = SPEC.default_config(CASE.problem, device.current())
+
+    def launch(x: torch.Tensor, weight: torch.Tensor, *, eps: float, config: Any) -> torch.Tensor:
+        if config["num_warps"] != default["num_warps"]:
+            raise RuntimeError("out of resource: shared memory")
+        return SPEC.reference(x, weight, eps=eps) + (config != default)
+
+    lines: list[str] = []
+    liar = dataclasses.replace(SPEC, launch=launch)
+    outcome = search.tune(liar, CASE, trials=12, seed=0, said=lines.append)
+    assert outcome.config == default
+    assert outcome.tally.measured == 1
+    assert outcome.tally.failed > 0
+    assert len(outcome.tally.wrong) > 0
+    assert any(line.startswith("WRONG rms_norm") for line in lines)
+    assert any("out of resource: shared memory" in line for line in lines)
+
+
+def test_exported_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    default = SPEC.default_config(CASE.problem, device.current())
+    chosen = {**default, "programs_per_core": 4}
+    key = SPEC.tuning_key(CASE.problem)
+    other = {**key, "n_cols": key["n_cols"] + 1}
+    outcomes = [
+        search.Outcome(CASE.name, k, chosen, 0.5, 1.0, search.Tally(measured=3))
+        for k in (key, other)
+    ]
+    export.write(tmp_path, SPEC.name, outcomes[1:])
+    path = export.write(tmp_path, SPEC.name, outcomes[:1])
+    assert [e["key"] for e in json.loads(path.read_text())["entries"]] == [key, other]
+    monkeypatch.setenv("TKERNELS_CONFIG_DIR", str(tmp_path))
+    config.reload()
+    try:
+        assert config.explain(SPEC, CASE.problem) == (chosen, str(path))
+    finally:
+        monkeypatch.undo()
+        config.reload()
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--kernel", "nonsense"], "kernel must be one of .*rms_norm.*got 'nonsense'"),
+        (["--kernel", "rms_norm", "--trials", "0"], "--trials must be 1 or more, got 0"),
+        (["--kernel", "rms_norm", "--case", "zzz"], "--case must be part of one of .*got 'zzz'"),
+    ],
+)
+def test_refusals(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(words, last), last
+
+
+@pytest.mark.skipif(device.KIND != "cpu", reason="the interpreter's refusal, not a device's")
+def test_interpreter_times_are_not_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--kernel", "rms_norm", "--export", str(tmp_path)]) == 2
+    assert "--export needs an accelerator" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
