@@ -9,13 +9,12 @@ is left out with one warning, because a config may be slow but never wrong.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -65,65 +64,33 @@ def planned(
     return cast(_P, plans[key])
 
 
-# Written out, because this is most of what a launch costs on the host: a loop over the tensors
-# takes half as long again.
+def _collector(count: int) -> Callable[..., tuple[Any, ...]]:
+    """A function of ``count`` tensors that returns all their metadata as one flat tuple.
+
+    It is written out by program, because this is most of what a launch costs on the host: a loop
+    over the tensors takes half as long again.
+    """
+    names = [f"t{i}" for i in range(count)]
+    facts = [f"{t}.shape, {t}.stride(), {t}.dtype, {t}.get_device()" for t in names]
+    collect: Callable[..., tuple[Any, ...]] = eval(
+        f"lambda {', '.join(names)}: ({', '.join(facts)})"
+    )
+    return collect
 
 
-def _metadata1(a: torch.Tensor) -> tuple[Any, ...]:
-    return a.shape, a.stride(), a.dtype, a.get_device()
-
-
-def _metadata2(a: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
-    # fmt: off
-    return (a.shape, a.stride(), a.dtype, a.get_device(),
-            b.shape, b.stride(), b.dtype, b.get_device())
-    # fmt: on
-
-
-def _metadata3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[Any, ...]:
-    # fmt: off
-    return (a.shape, a.stride(), a.dtype, a.get_device(),
-            b.shape, b.stride(), b.dtype, b.get_device(),
-            c.shape, c.stride(), c.dtype, c.get_device())
-    # fmt: on
-
-
-def _metadata4(
-    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor
-) -> tuple[Any, ...]:
-    # fmt: off
-    return (a.shape, a.stride(), a.dtype, a.get_device(),
-            b.shape, b.stride(), b.dtype, b.get_device(),
-            c.shape, c.stride(), c.dtype, c.get_device(),
-            d.shape, d.stride(), d.dtype, d.get_device())
-    # fmt: on
-
-
-def _metadata5(
-    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor, e: torch.Tensor
-) -> tuple[Any, ...]:
-    # fmt: off
-    return (a.shape, a.stride(), a.dtype, a.get_device(),
-            b.shape, b.stride(), b.dtype, b.get_device(),
-            c.shape, c.stride(), c.dtype, c.get_device(),
-            d.shape, d.stride(), d.dtype, d.get_device(),
-            e.shape, e.stride(), e.dtype, e.get_device())
-    # fmt: on
-
-
-def _metadata(*tensors: torch.Tensor) -> tuple[Any, ...]:
+def _with_place(*tensors: torch.Tensor) -> tuple[Any, ...]:
     facts = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
     return (*facts, device.current_index()) if device.MULTI_DEVICE else tuple(facts)
 
 
 # get_device() is -1 for the CPU and for meta tensors alike, and the plan of one device does not
 # serve another: only the common case, one accelerator, has the short form.
-_METADATA: Mapping[int, Callable[..., tuple[Any, ...]]] = collections.defaultdict(
-    lambda: _metadata,
-    {}
+_METADATA: list[Callable[..., tuple[Any, ...]]] = [
+    _with_place
     if device.MULTI_DEVICE or device.tensor_device().type == "cpu"
-    else {1: _metadata1, 2: _metadata2, 3: _metadata3, 4: _metadata4, 5: _metadata5},
-)
+    else _collector(count)
+    for count in range(10)
+]
 
 
 def resolve(spec: KernelSpec, values: tuple[Any, ...], config: Config | None) -> tuple[Config, int]:
