@@ -45,7 +45,8 @@ bench: $(VENV)/.dev-ready  ## time the kernels on this machine's device (BENCH_A
 
 wheel: $(VENV)/.dev-ready  ## build dist/tkernels-*.whl
 	@rm -rf build dist
-	@$(RUN) -m build --wheel
+	@$(RUN) -m build --wheel --quiet
+	@ls dist/*.whl
 
 env: $(VENV)/.dev-ready  ## make the development environment and do nothing else
 
