@@ -340,7 +340,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         "BLOCK_D": [1 << i for i in range(15)],
         "programs_per_core": [0, 4, 8, 16, 32],
     }
-    if dev.type == "npu":
+    if not dev.registers:  # a vector unit: no threads
         return {**space, "programs_per_core": [1]}
     return {**space, "num_warps": [1, 2, 4, 8, 16]}
 
@@ -351,7 +351,7 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     block_d = min(next_power_of_2(dim), 4096)
     block_heads = min(next_power_of_2(heads), 32, max(1, 4096 // block_d))
     config = {"BLOCK_HEADS": block_heads, "BLOCK_D": block_d}
-    if dev.type == "npu":
+    if not dev.registers:  # a vector unit: no threads
         return {**config, "programs_per_core": 1}
     # 16 bytes of K and 16 of V a thread.
     warps = block_heads * block_d * problem["dtype"].itemsize // (16 * 32)
@@ -364,7 +364,7 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
             return f"{name}={config[name]} is not a power of two"
     elements = config["BLOCK_HEADS"] * config["BLOCK_D"]
     size = 2 * elements * problem["dtype"].itemsize  # K and V
-    if dev.type == "npu":
+    if not dev.registers:  # a vector unit: no threads
         if 2 * size > dev.local_mem_bytes:  # the compiler doubles the buffers of a loop
             return f"two buffers of K and V need {2 * size} bytes, UB has {dev.local_mem_bytes}"
         if config["programs_per_core"] < 1:

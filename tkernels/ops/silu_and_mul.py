@@ -172,7 +172,7 @@ def _make_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
-    if dev.type == "npu":
+    if not dev.registers:  # a vector unit: no threads
         return rows.default_row_config(problem, dev, live=_LIVE)
     n_rows, n_cols = problem["n_outer"] * problem["n_inner"], problem["n_cols"]
     width = next_power_of_2(n_cols)
