@@ -1,0 +1,302 @@
+"""Command line: a checkpoint and a prompt in, streamed text and the run's figures out.
+
+Heavy imports wait until the arguments are known to be right, so ``--help`` and mistakes answer at
+once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import model
+
+if TYPE_CHECKING:
+    from model.checkpoint import Checkpoint
+    from model.loop import Reply, Times
+    from model.sampler import SamplingParams
+
+EXAMPLES = """\
+examples:
+  python -m model.generate --prompt "Explain what a CPU cache does."
+  python -m model.generate --model path/to/Qwen3-8B --no-think --prompt "Name three rivers."
+  python -m model.generate --model model.gguf --prompts questions.txt --max-tokens 64 --json
+  echo "def quicksort(xs):" | python -m model.generate --model path/to/base-model --no-chat
+  python -m model.generate --prompt "A poem." --temperature 0.8 --top-p 0.95 --seed 1
+
+Sampling follows the checkpoint's generation_config.json where it has one, and is greedy otherwise.
+The device is the accelerator if there is one; TKERNELS_DEVICE=cpu overrides that.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes: 0 done, 2 wrong input, 130 interrupted, 141 the reader of stdout went away."""
+    try:
+        return _run(_parse(argv))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m model.generate",
+        description="Generate text with a Qwen3 or Llama checkpoint.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", type=Path, help="Hugging Face folder or .gguf file (default: SmolLM2-135M)")
+    add("--prompt", help="one prompt; without --prompt and --prompts, stdin is the prompt")
+    add(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='one prompt a line (blank lines separate), or .jsonl with a field "prompt"',
+    )
+    add("--batch-size", type=int, default=8, help="prompts computed together (default 8)")
+    add("--system", help="system message of the chat")
+    switch = argparse.BooleanOptionalAction
+    add("--chat", action=switch, help="use the chat template (default: if there is one)")
+    add("--think", action=switch, help="thinking mode of templates that have one (Qwen3)")
+    add("--max-tokens", type=int, default=256, help="new tokens at most (default 256)")
+    add("--temperature", type=float, help="0 is greedy")
+    add("--top-k", type=int, help="sample from the k likeliest tokens")
+    add("--top-p", type=float, help="sample from the likeliest tokens that together reach p")
+    add("--min-p", type=float, help="drop tokens below min-p times the likeliest")
+    add("--repetition-penalty", type=float, help="above 1: fewer repeats")
+    add("--seed", type=int, help="makes sampling repeatable; prompt i uses seed + i")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT (repeatable)")
+    add("--ignore-eos", action="store_true", help="go on to --max-tokens")
+    add("--kernels", choices=("triton", "torch"), help="default: torch on a CPU, else triton")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU")
+    add("--json", action="store_true", help="print replies and statistics as one JSON object")
+    args = parser.parse_args(argv)
+    if args.prompt is not None and args.prompts is not None:
+        raise ValueError("expected one of --prompt and --prompts, got both")
+    if args.system is not None and args.chat is False:
+        raise ValueError("expected --system only with a chat, got --no-chat")
+    for name in ("max_tokens", "batch_size"):
+        if getattr(args, name) < 1:
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be at least 1, got {vars(args)[name]}"
+            )
+    if args.seed is not None and not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed must be from 0 to 2^63 - 1, got {args.seed}")
+    if "" in args.stop:
+        raise ValueError("--stop must be a text, got an empty one")
+    return args
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts as text: at least one, none of them empty."""
+    if args.prompts is not None:
+        return _prompts_file(args.prompts)
+    if args.prompt is None and sys.stdin.isatty():
+        print("prompt (end with Ctrl-D):", file=sys.stderr)
+    prompt = args.prompt if args.prompt is not None else sys.stdin.read()
+    if not prompt.strip():
+        raise ValueError("expected a prompt, got an empty one")
+    return [prompt]
+
+
+def _prompts_file(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts {path}: expected a text file, got {error}") from None
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        prompt: Any = line
+        if path.suffix == ".jsonl":
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: expected JSON, got {error}") from None
+            prompt = row.get("prompt") if isinstance(row, dict) else None
+            if not isinstance(prompt, str) or not prompt.strip():
+                raise ValueError(f'{path}:{number}: expected a text "prompt", got {prompt!r}')
+        prompts.append(prompt)
+    if not prompts:
+        raise ValueError(f"--prompts {path}: expected at least one prompt, got none")
+    return prompts
+
+
+def sampling_params(args: argparse.Namespace, defaults: dict[str, float]) -> SamplingParams:
+    """Flags over the checkpoint's defaults; a restriction without a temperature means 1."""
+    from model.checkpoint import SAMPLING_FIELDS
+    from model.sampler import SamplingParams
+
+    given = {name: getattr(args, name) for name in SAMPLING_FIELDS if vars(args)[name] is not None}
+    narrowing = [name for name in ("top_k", "top_p", "min_p") if name in given]
+    if narrowing and given.get("temperature") == 0:
+        name = narrowing[0].replace("_", "-")
+        raise ValueError(f"expected --{name} only with sampling, got --temperature 0 (greedy)")
+    if narrowing and "temperature" not in defaults:
+        defaults = {"temperature": 1.0} | defaults
+    chosen: dict[str, Any] = defaults | given
+    return SamplingParams(seed=args.seed, **chosen)
+
+
+def prompt_ids(
+    checkpoint: Checkpoint, args: argparse.Namespace, prompts: list[str]
+) -> list[list[int]]:
+    """Token ids of each prompt, in the chat template if asked for or there is one."""
+    from model.tokenizer import encode, encode_chat
+
+    template = checkpoint.tokenizer.chat_template
+    chat = template is not None if args.chat is None else args.chat
+    if chat and template is None:
+        raise ValueError(f"expected a chat template for --chat, got none in {checkpoint.path}")
+    if args.system is not None and not chat:
+        raise ValueError(f"expected a chat template for --system, got none in {checkpoint.path}")
+    if args.think is not None and not (chat and "enable_thinking" in str(template)):
+        raise ValueError(
+            "expected a chat template with a thinking mode for --think/--no-think, got "
+            f"{'one without' if chat else 'no chat template'}"
+        )
+    if not chat:
+        return [encode(checkpoint.tokenizer, prompt) for prompt in prompts]
+    return [
+        encode_chat(checkpoint.tokenizer, prompt, system=args.system, think=args.think)
+        for prompt in prompts
+    ]
+
+
+def _run(args: argparse.Namespace) -> int:
+    prompts = read_prompts(args)
+
+    import torch
+
+    import tkernels
+    from model.checkpoint import default_path, open_checkpoint
+    from model.loop import Limits, check_prompt, generate, weight_bytes
+    from model.weights import load_model
+
+    device = tkernels.device.tensor_device()
+    checkpoint = open_checkpoint(args.model or default_path())
+    config = checkpoint.config
+    params = sampling_params(args, checkpoint.sampling)
+    ids = prompt_ids(checkpoint, args, prompts)
+    for one in ids:
+        check_prompt(len(one), config.max_position_embeddings)
+    on_cpu = device.type == "cpu"
+    stored = config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16"
+    dtype = args.dtype or ("float32" if on_cpu else stored)
+    kernels = args.kernels or ("torch" if on_cpu else "triton")
+    network = load_model(config, checkpoint.source, dtype=getattr(torch, dtype), device=device)
+    load_s = time.perf_counter() - model.STARTED
+
+    streaming = len(ids) == 1 and not args.json
+    with _progress(len(ids)) as advance:
+        replies, times = generate(
+            network,
+            tkernels if kernels == "triton" else tkernels.reference,
+            checkpoint.tokenizer,
+            ids,
+            params,
+            Limits(
+                args.max_tokens,
+                frozenset() if args.ignore_eos else frozenset(config.eos_token_ids),
+                tuple(args.stop),
+            ),
+            batch_size=args.batch_size,
+            on_text=_print_piece if streaming else None,
+            on_done=advance,
+        )
+    stats = statistics(times, load_s, weight_bytes(network)) | {
+        "peak_memory_bytes": tkernels.device.memory_peak(),
+        "kernels": kernels,
+        "dtype": dtype,
+        "device": tkernels.device.current().name if kernels == "triton" else device.type,
+        "threads": torch.get_num_threads(),
+    }
+    _print_replies(replies, prompts, stats, args.json, streaming)
+    print(_summary(stats), file=sys.stderr)
+    return 130 if any(r.finish_reason == "interrupted" for r in replies) else 0
+
+
+def _print_piece(index: int, piece: str) -> None:
+    print(piece, end="", flush=True)
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
+    """A bar on stderr for several prompts on a terminal; yields what ``on_done`` may call."""
+    if total < 2 or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("prompts", total=total)
+        yield lambda index: bar.advance(task)
+
+
+def statistics(times: Times, load_s: float, bytes_per_step: int) -> dict[str, Any]:
+    """The figures of a run. A figure that nothing was measured for is None."""
+    steps, decode = times.decode_steps, times.decode_s
+    return {
+        "load_s": load_s,
+        "first_token_s": times.first_token_s,
+        "prefill_tokens": times.prefill_tokens,
+        "prefill_s": times.prefill_s,
+        "decode_steps": steps,
+        "decode_tokens": times.decode_tokens,
+        "decode_s": decode,
+        "ms_per_token": decode / steps * 1e3 if steps else None,
+        "tokens_per_s": times.decode_tokens / decode if steps else None,
+        "weight_bytes": bytes_per_step,
+        "weight_gb_per_s": bytes_per_step * steps / decode / 1e9 if steps else None,
+    }
+
+
+def _summary(s: dict[str, Any]) -> str:
+    def show(name: str, form: str) -> str:
+        return "-" if s[name] is None else format(s[name], form)
+
+    return (
+        f"[{s['device']}, {s['kernels']}, {s['dtype']}] load {s['load_s']:.2f} s | "
+        f"first token {show('first_token_s', '.3f')} s ({s['prefill_tokens']} prompt tokens) | "
+        f"{show('ms_per_token', '.2f')} ms per token | {show('tokens_per_s', '.1f')} tok/s "
+        f"({s['decode_tokens']} tokens) | weights {show('weight_gb_per_s', '.1f')} GB/s | "
+        f"peak memory {s['peak_memory_bytes'] / 1e9:.2f} GB"
+    )
+
+
+def _print_replies(
+    replies: list[Reply],
+    prompts: list[str],
+    stats: dict[str, Any],
+    as_json: bool,
+    streaming: bool,
+) -> None:
+    if as_json:
+        print(json.dumps({"replies": [vars(r) for r in replies], "stats": stats}))
+    elif streaming:
+        print(flush=True)
+    else:
+        for number, (reply, prompt) in enumerate(zip(replies, prompts, strict=True), start=1):
+            print(f"--- {number}: {prompt}\n{reply.text}")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

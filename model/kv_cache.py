@@ -1,0 +1,158 @@
+"""Paged KV cache: tensors, the allocator of blocks, and the metadata of one step.
+
+A sequence owns a list of blocks of ``block_size`` tokens, in any order. Token p of a sequence lies
+in slot ``block_ids[p // block_size] * block_size + p % block_size`` (vLLM's names and layout).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from model.config import ModelConfig
+
+BLOCK_SIZE = 16
+
+
+@dataclass
+class KVCache:
+    """``k[layer]``, ``v[layer]``: [num_blocks, block_size, num_kv_heads, head_dim]."""
+
+    k: tuple[torch.Tensor, ...]
+    v: tuple[torch.Tensor, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.k[0].shape[0]
+
+
+def allocate_cache(
+    config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """An uninitialised cache: only what was written is ever read."""
+    shape = (config.num_layers, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+    return KVCache(k.unbind(0), v.unbind(0))
+
+
+class BlockAllocator:
+    """A free list of block numbers."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.free_blocks = list(range(num_blocks))[::-1]  # popped from the end: 0, 1, 2, ...
+
+    def grow(self, block_ids: list[int], num_tokens: int) -> None:
+        """Append blocks to ``block_ids`` until they hold ``num_tokens``.
+
+        Raises:
+            ValueError: too few free blocks; nothing is taken then.
+        """
+        missing = -(-num_tokens // BLOCK_SIZE) - len(block_ids)
+        if missing > len(self.free_blocks):
+            raise ValueError(
+                f"KV cache: expected {missing} free blocks of {BLOCK_SIZE} tokens, got "
+                f"{len(self.free_blocks)}"
+            )
+        for _ in range(missing):
+            block_ids.append(self.free_blocks.pop())
+
+    def release(self, block_ids: list[int]) -> None:
+        """Give all blocks of ``block_ids`` back and empty it."""
+        self.free_blocks.extend(reversed(block_ids))
+        block_ids.clear()
+
+
+@dataclass
+class SequenceState:
+    """One sequence: its tokens, its blocks, and how many tokens are in the cache."""
+
+    token_ids: list[int]
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+
+    def slot(self, position: int) -> int:
+        return self.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+@dataclass
+class AttnMetadata:
+    """Everything about one step that attention must know. B sequences, T new tokens in all.
+
+    The second half holds indices that the PyTorch attention uses, made once for all layers.
+    """
+
+    slot_mapping: torch.Tensor  # int64 [T], where each new token's K/V go
+    block_table: torch.Tensor  # int32 [B, max_blocks]
+    context_lens: torch.Tensor  # int32 [B], tokens in the cache after this step
+    cu_seqlens_q: torch.Tensor  # int32 [B + 1]
+    max_seqlen_q: int
+    max_context_len: int
+
+    kv_slots: torch.Tensor  # int64 [B, S], slot of each context position; past the end, of the last
+    mask: torch.Tensor | None  # bool [B, 1, L, S], True = may be seen; None: plain causal, or all
+    q_rows: torch.Tensor  # int64 [B, L], row of each query in the packed tokens, padded likewise
+    q_unpad: torch.Tensor  # int64 [T], row of each packed token in the padded [B * L]
+
+
+def build_metadata(sequences: Sequence[SequenceState], device: torch.device) -> AttnMetadata:
+    """Metadata of a step that computes all tokens of each sequence that are not yet in the cache.
+
+    Host work on Python numbers only; each result goes to the device in one copy.
+    """
+    context = [len(s.token_ids) for s in sequences]
+    new = [n - s.num_computed for n, s in zip(context, sequences, strict=True)]
+    longest_q, longest = max(new), max(context)
+    starts = [0]
+    for n in new:
+        starts.append(starts[-1] + n)
+    max_blocks = max(len(s.block_ids) for s in sequences)
+
+    def ints(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+    context_lens = ints(context, torch.int32)
+    block_table = ints(
+        [s.block_ids + [0] * (max_blocks - len(s.block_ids)) for s in sequences], torch.int32
+    )
+    # Positions past a sequence's end repeat its last one, so that stale slots are never read.
+    key_at = torch.arange(longest, device=device)
+    held = key_at.minimum(context_lens[:, None].long() - 1)  # [B, S]
+    kv_slots = block_table.long().gather(1, held // BLOCK_SIZE) * BLOCK_SIZE + held % BLOCK_SIZE
+    query_at = torch.arange(longest_q, device=device)
+    lengths, begin = ints(new), ints(starts[:-1])
+    q_rows = begin[:, None] + query_at.minimum(lengths[:, None] - 1)  # [B, L]
+    return AttnMetadata(
+        slot_mapping=ints(
+            [s.slot(p) for s in sequences for p in range(s.num_computed, len(s.token_ids))]
+        ),
+        block_table=block_table,
+        context_lens=context_lens,
+        cu_seqlens_q=ints(starts, torch.int32),
+        max_seqlen_q=longest_q,
+        max_context_len=longest,
+        kv_slots=kv_slots,
+        mask=_mask(new, context, key_at, query_at, context_lens - lengths),
+        q_rows=q_rows,
+        q_unpad=ints([b * longest_q + i for b, n in enumerate(new) for i in range(n)]),
+    )
+
+
+def _mask(
+    new: list[int],
+    context: list[int],
+    key_at: torch.Tensor,
+    query_at: torch.Tensor,
+    num_computed: torch.Tensor,
+) -> torch.Tensor | None:
+    """Which keys each query sees, or None where SDPA needs no mask for it."""
+    same = len(set(context)) == 1 and len(set(new)) == 1
+    if same and new[0] in (1, context[0]):  # decode, or a whole prompt: plain causal
+        return None
+    # Query i of a sequence stands at position num_computed + i. Rows of padding are thrown away,
+    # but must see something: a row of -inf only would be NaN.
+    last_seen = num_computed[:, None] + query_at  # [B, L]
+    ends = torch.tensor(context, device=key_at.device)[:, None, None]
+    seen = (key_at <= last_seen[..., None]) & (key_at < ends)  # [B, L, S]
+    return seen[:, None]

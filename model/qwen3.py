@@ -1,0 +1,153 @@
+"""The network, top to bottom: Qwen3 dense, and the Llama family (no q/k norm, optional bias).
+
+One step takes T tokens of B sequences packed one after another: a prefill brings many tokens of a
+sequence, a decode step one. Shapes: H hidden_size, I intermediate_size, Hq/Hk query and key-value
+heads, D head_dim, V vocab_size. Every operation that has a kernel comes from the namespace ``ops``
+(``tkernels`` or ``tkernels.reference``), so the two can be compared on the same network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
+
+from model.config import ModelConfig
+from model.kv_cache import AttnMetadata, KVCache
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class Linear:
+    """A projection: ``weight`` [out, in], ``bias`` [out] or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass
+class Layer:
+    """Parameters of one decoder layer, under their Hugging Face names (packed ones joined)."""
+
+    input_layernorm: Tensor  # [H]
+    qkv_proj: Linear  # [(Hq + 2 Hk) D, H]: q_proj | k_proj | v_proj
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    o_proj: Linear  # [H, Hq D]
+    post_attention_layernorm: Tensor  # [H]
+    gate_up_proj: Linear  # [2 I, H]: gate_proj | up_proj
+    down_proj: Linear  # [H, I]
+
+
+@dataclass
+class Model:
+    """All parameters of a network and its config."""
+
+    config: ModelConfig
+    embed_tokens: Tensor  # [V, H]
+    layers: list[Layer]
+    norm: Tensor  # [H]
+    lm_head: Linear  # [V, H]; the same tensor as embed_tokens where the config ties them
+
+
+def forward(
+    model: Model,
+    ops: Any,
+    input_ids: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    cache: KVCache,
+    meta: AttnMetadata,
+    *,
+    all_logits: bool = False,
+) -> Tensor:
+    """One step: write the new K/V into the cache and return logits.
+
+    Args:
+        input_ids, positions: int64 [T], the new tokens of all sequences, packed.
+        cos_sin_cache: fp32 [max_pos, rotary_dim].
+        meta: which tokens belong to which sequence and where their K/V go.
+        all_logits: logits of all T tokens instead of the last one of each sequence.
+
+    Returns:
+        fp32 [B, V], or [T, V].
+    """
+    eps = model.config.rms_norm_eps
+    residual = F.embedding(input_ids, model.embed_tokens)  # [T, H]
+    x = ops.rms_norm(residual, model.layers[0].input_layernorm, eps=eps)
+    for i, layer in enumerate(model.layers):
+        x = _attention(model.config, layer, ops, x, positions, cos_sin_cache, cache, i, meta)
+        x, residual = ops.fused_add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
+        x = layer.down_proj(ops.silu_and_mul(layer.gate_up_proj(x)))  # [T, 2I] -> [T, I] -> [T, H]
+        after = model.layers[i + 1].input_layernorm if i + 1 < len(model.layers) else model.norm
+        x, residual = ops.fused_add_rms_norm(x, residual, after, eps=eps)
+    if not all_logits:
+        x = x[meta.cu_seqlens_q[1:] - 1]  # [B, H]
+    return model.lm_head(x).float()
+
+
+def _attention(
+    config: ModelConfig,
+    layer: Layer,
+    ops: Any,
+    x: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    cache: KVCache,
+    index: int,
+    meta: AttnMetadata,
+) -> Tensor:
+    """[T, H] -> [T, H]."""
+    qkv = layer.qkv_proj(x)  # [T, (Hq + 2 Hk) D]
+    heads = qkv.view(len(qkv), -1, config.head_dim)  # [T, Hq + 2 Hk, D]
+    v = heads[:, -config.num_kv_heads :]
+    if layer.q_norm is not None:
+        q, k = ops.fused_qk_norm_rope(
+            qkv,
+            layer.q_norm,
+            layer.k_norm,
+            cos_sin_cache,
+            positions,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            eps=config.rms_norm_eps,
+        )
+    else:
+        q, k = heads[:, : config.num_heads], heads[:, config.num_heads : -config.num_kv_heads]
+        q, k = ops.rope(q, k, cos_sin_cache, positions, q_out=q, k_out=k)
+    k_cache, v_cache = cache.k[index], cache.v[index]
+    ops.append_paged_kv(k, v, k_cache, v_cache, meta.slot_mapping)
+    return layer.o_proj(paged_attention(q, k_cache, v_cache, meta).flatten(1))
+
+
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttnMetadata) -> Tensor:
+    """Causal attention of new tokens over the paged cache, in plain PyTorch.
+
+    Gathers the keys and values of each sequence once. Sequences may bring different numbers of new
+    tokens and have contexts of different lengths; nothing beyond a sequence's own tokens is read.
+
+    Args:
+        q: [T, Hq, D]. k_cache, v_cache: [num_blocks, block_size, Hk, D], new tokens included.
+
+    Returns:
+        [T, Hq, D].
+    """
+    num_kv_heads = k_cache.shape[2]
+    k = k_cache.flatten(0, 1)[meta.kv_slots].transpose(1, 2)  # [B, Hk, S, D]
+    v = v_cache.flatten(0, 1)[meta.kv_slots].transpose(1, 2)
+    if meta.max_seqlen_q == 1:
+        # Decode: the query heads that share a key-value head stand where query positions would.
+        q = q.view(len(q), num_kv_heads, -1, q.shape[2])  # [B, Hk, Hq / Hk, D]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=meta.mask)
+        return out.flatten(1, 2)
+    padded = q[meta.q_rows].transpose(1, 2)  # [B, Hq, L, D]
+    out = F.scaled_dot_product_attention(
+        padded, k, v, attn_mask=meta.mask, is_causal=meta.mask is None, enable_gqa=True
+    )
+    return out.transpose(1, 2).flatten(0, 1)[meta.q_unpad]  # [B, L, Hq, D] -> [T, Hq, D]

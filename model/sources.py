@@ -1,0 +1,130 @@
+"""Checkpoint files, safetensors or GGUF, seen alike: tensors under Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from model.config import ModelConfig, read_json
+from model.gguf_file import GgufFile, dequantised
+
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint: ``shapes`` by Hugging Face name; ``read`` gives a tensor on the CPU."""
+
+    where: Path
+    shapes: dict[str, tuple[int, ...]]
+    read: Callable[[str], torch.Tensor]
+
+
+# ---- safetensors -----------------------------------------------------------------------------
+
+
+def open_safetensors(folder: Path) -> Source:
+    """The safetensors files of a Hugging Face folder: sharded with an index, or one file."""
+    index = folder / _INDEX
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index}: expected a weight_map of tensor names, got {weight_map!r}")
+        files = {name: folder / file for name, file in weight_map.items()}
+        for path in dict.fromkeys(files.values()):
+            if not path.exists():
+                raise ValueError(f"{index}: expected a file {path.name}, which it names, got none")
+    elif (folder / "model.safetensors").exists():
+        files = {}
+    else:
+        raise ValueError(
+            f"{folder}: expected {_INDEX} or model.safetensors, got neither (only safetensors "
+            "and GGUF are read)"
+        )
+    opened = {
+        path: _open_file(path)
+        for path in dict.fromkeys(files.values() if files else [folder / "model.safetensors"])
+    }
+    if not files:
+        ((path, handle),) = opened.items()
+        files = {name: path for name in handle.keys()}  # noqa: SIM118  (not a dict)
+    shapes = {}
+    stored = {path: frozenset(handle.keys()) for path, handle in opened.items()}
+    for name, path in files.items():
+        if name not in stored[path]:
+            raise ValueError(
+                f"{index}: expected tensor {name} in {path.name}, got none of that name there"
+            )
+        shapes[name] = tuple(opened[path].get_slice(name).get_shape())
+    return Source(folder, shapes, lambda name: opened[files[name]].get_tensor(name))
+
+
+def _open_file(path: Path):  # type: ignore[no-untyped-def]
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path}: expected a whole safetensors file, got {path.stat().st_size} bytes that do "
+            f"not fit its header ({error}); truncated download?"
+        ) from None
+
+
+# ---- GGUF ------------------------------------------------------------------------------------
+
+# Below "blk.<layer>." and outside the layers. Source: gguf-py, tensor_mapping.
+_GGUF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_OUTER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+
+def hf_name(gguf_name: str) -> str:
+    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``; unknown: unchanged."""
+    if gguf_name in _GGUF_OUTER:
+        return _GGUF_OUTER[gguf_name]
+    parts = gguf_name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _GGUF_LAYER:
+        return f"model.layers.{parts[1]}.{_GGUF_LAYER[parts[2]]}.{parts[3]}"
+    return gguf_name
+
+
+def open_gguf(file: GgufFile, config: ModelConfig) -> Source:
+    """The tensors of a GGUF file under Hugging Face names and in Hugging Face order."""
+    names = {hf_name(name): name for name in file.tensors}
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+
+    def read(name: str) -> torch.Tensor:
+        stored = file.tensors[names[name]]
+        rows = file.rows(names[name])
+        part = name.split(".")[-2]
+        if config.model_type != "llama" or part not in heads:
+            return dequantised(rows, stored.kind).view(stored.shape)
+        # llama.cpp stores the q and k rows of Llama for interleaved RoPE: row 2i + half of each
+        # head is row half * D/2 + i of the original. Undone on the stored bytes, row by row.
+        if len(stored.shape) == 1:  # a bias: one row per number
+            rows = rows.view(stored.shape[0], -1)
+        pairs = rows.view(heads[part], -1, 2, rows.shape[1])  # [heads, D / 2, 2, row_bytes]
+        rows = pairs.transpose(1, 2).reshape(rows.shape)
+        return dequantised(rows, stored.kind).view(stored.shape)
+
+    shapes = {name: file.tensors[ours].shape for name, ours in names.items()}
+    return Source(file.path, shapes, read)

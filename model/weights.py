@@ -1,0 +1,214 @@
+"""Checkpoint -> ``Model``: one short table says which stored tensors make each parameter.
+
+Everything is checked by name and shape before the first byte is converted, and a number that is
+not finite is refused as it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from model.config import ModelConfig
+from model.qwen3 import Layer, Linear, Model
+from model.sources import Source
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter: the stored tensors stacked along dim 0 and the shape of each."""
+
+    sources: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def layer_table(config: ModelConfig, index: int) -> dict[str, Parameter]:
+    """Our name of each parameter of a layer -> what is stored for it."""
+    c, prefix = config, f"model.layers.{index}."
+    H, I = c.hidden_size, c.intermediate_size  # noqa: E741
+    outputs = {
+        "qkv_proj": [
+            ("self_attn.q_proj", c.q_size),
+            ("self_attn.k_proj", c.kv_size),
+            ("self_attn.v_proj", c.kv_size),
+        ],
+        "o_proj": [("self_attn.o_proj", H)],
+        "gate_up_proj": [("mlp.gate_proj", I), ("mlp.up_proj", I)],
+        "down_proj": [("mlp.down_proj", H)],
+    }
+    inputs = {"qkv_proj": H, "o_proj": c.q_size, "gate_up_proj": H, "down_proj": I}
+    biased = {
+        "qkv_proj": c.qkv_bias,
+        "o_proj": c.o_bias,
+        "gate_up_proj": c.mlp_bias,
+        "down_proj": c.mlp_bias,
+    }
+    norms = {"input_layernorm": H, "post_attention_layernorm": H}
+    if c.qk_norm:
+        norms |= {"self_attn.q_norm": c.head_dim, "self_attn.k_norm": c.head_dim}
+
+    table = {}
+    for name, parts in outputs.items():
+        table[f"{name}.weight"] = Parameter(
+            tuple((f"{prefix}{part}.weight", (rows, inputs[name])) for part, rows in parts)
+        )
+        if biased[name]:
+            table[f"{name}.bias"] = Parameter(
+                tuple((f"{prefix}{part}.bias", (rows,)) for part, rows in parts)
+            )
+    for name, size in norms.items():
+        ours = name.removeprefix("self_attn.")
+        table[ours] = Parameter(((f"{prefix}{name}.weight", (size,)),))
+    return table
+
+
+def outer_table(config: ModelConfig) -> dict[str, Parameter]:
+    """The same for what lies outside the layers."""
+    matrix = (config.vocab_size, config.hidden_size)
+    table = {
+        "embed_tokens": Parameter((("model.embed_tokens.weight", matrix),)),
+        "norm": Parameter((("model.norm.weight", (config.hidden_size,)),)),
+    }
+    if not config.tie_word_embeddings:
+        table["lm_head"] = Parameter((("lm_head.weight", matrix),))
+    return table
+
+
+def load_model(
+    config: ModelConfig, source: Source, *, dtype: torch.dtype, device: torch.device
+) -> Model:
+    """Read all parameters as ``dtype`` on ``device``.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected, of a wrong shape or not finite; a file is
+            missing or truncated; config and file disagree about tied embeddings.
+    """
+    outer = outer_table(config)
+    layers = [layer_table(config, i) for i in range(config.num_layers)]
+    _check_names(config, source, [outer, *layers])
+
+    def read(table: dict[str, Parameter]) -> dict[str, torch.Tensor]:
+        return {name: _read(p, source, dtype, device) for name, p in table.items()}
+
+    with _one_thread():
+        top = read(outer)
+        _check_tie(config, source, top["embed_tokens"])
+        return Model(
+            config=config,
+            embed_tokens=top["embed_tokens"],
+            layers=[_layer(read(table)) for table in layers],
+            norm=top["norm"],
+            lm_head=Linear(top.get("lm_head", top["embed_tokens"])),
+        )
+
+
+def _layer(p: dict[str, torch.Tensor]) -> Layer:
+    def linear(name: str) -> Linear:
+        return Linear(p[f"{name}.weight"], p.get(f"{name}.bias"))
+
+    return Layer(
+        input_layernorm=p["input_layernorm"],
+        qkv_proj=linear("qkv_proj"),
+        q_norm=p.get("q_norm"),
+        k_norm=p.get("k_norm"),
+        o_proj=linear("o_proj"),
+        post_attention_layernorm=p["post_attention_layernorm"],
+        gate_up_proj=linear("gate_up_proj"),
+        down_proj=linear("down_proj"),
+    )
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Small tensors are converted faster by one thread than by several that wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def empty_matrix(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised [rows, cols]; for fp32 on the CPU a transposed [cols, rows].
+
+    A decode step multiplies one vector by each matrix. MKL does that with all cores when the
+    matrix is stored input-major (SGEMV 'N') and with one core otherwise, which halves the
+    bandwidth. Half precision goes to oneDNN, which wants the usual order.
+    """
+    if device.type == "cpu" and dtype == torch.float32:
+        return torch.empty(cols, rows, dtype=dtype).t()
+    return torch.empty(rows, cols, dtype=dtype, device=device)
+
+
+def _read(
+    parameter: Parameter, source: Source, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The stored tensors of one parameter, stacked, converted and moved."""
+    (_, first) = parameter.sources[0]
+    rows = sum(shape[0] for _, shape in parameter.sources)
+    if len(first) == 1:
+        out = torch.empty(rows, dtype=dtype, device=device)
+    else:
+        out = empty_matrix(rows, first[1], dtype, device)
+    row = 0
+    for name, shape in parameter.sources:
+        part = source.read(name)
+        # A sum is NaN or Inf if any term is, and costs no second tensor; only then look closer.
+        if not torch.isfinite(part.sum(dtype=torch.float32)) and not torch.isfinite(part).all():
+            bad = int((~torch.isfinite(part)).sum())
+            raise ValueError(
+                f"{source.where}: expected finite weights, got {bad} NaN or Inf in {name}"
+            )
+        out[row : row + shape[0]].copy_(part)
+        row += shape[0]
+    return out
+
+
+def _check_names(config: ModelConfig, source: Source, tables: list[dict[str, Parameter]]) -> None:
+    """Every tensor that the network needs is there in its shape, and no other."""
+    wanted = {n: shape for table in tables for p in table.values() for n, shape in p.sources}
+    missing = [name for name in wanted if name not in source.shapes]
+    if missing == ["lm_head.weight"]:
+        raise ValueError(
+            f"{source.where}: expected lm_head.weight because tie_word_embeddings is false, got "
+            "none; if the checkpoint ties them, set tie_word_embeddings to true in config.json"
+        )
+    if missing:
+        raise ValueError(
+            f"{source.where}: expected tensor {missing[0]}, got none of that name "
+            f"({len(missing)} of {len(wanted)} tensors are missing)"
+        )
+    for name, shape in wanted.items():
+        if source.shapes[name] != shape:
+            raise ValueError(
+                f"{source.where}: expected {name} of shape {list(shape)}, got "
+                f"{list(source.shapes[name])}"
+            )
+    # Old Llama checkpoints store the rotary frequencies, which follow from the config.
+    extra = [
+        name
+        for name in source.shapes
+        if name not in wanted and name != "lm_head.weight" and "rotary_emb.inv_freq" not in name
+    ]
+    if extra:
+        raise ValueError(
+            f"{source.where}: expected the {len(wanted)} tensors of a {config.model_type} network "
+            f"of {config.num_layers} layers, got {len(extra)} more, the first {extra[0]}"
+        )
+
+
+def _check_tie(config: ModelConfig, source: Source, embed_tokens: torch.Tensor) -> None:
+    """A tied network may store its lm_head too, but then it must be the embedding."""
+    if not config.tie_word_embeddings or "lm_head.weight" not in source.shapes:
+        return
+    head = source.read("lm_head.weight")
+    if head.shape != embed_tokens.shape or not torch.equal(
+        head.to(embed_tokens.dtype), embed_tokens.cpu()
+    ):
+        raise ValueError(
+            f"{source.where}: expected lm_head.weight to equal model.embed_tokens.weight because "
+            "tie_word_embeddings is true, got a different one; one of the two is wrong"
+        )
