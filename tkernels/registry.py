@@ -173,18 +173,29 @@ def _define_torch_op(spec: KernelSpec) -> None:
 
 
 def op(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a launcher public: under ``torch.compile`` it becomes its torch operator."""
-    parameters = tuple(inspect.signature(fn).parameters)
-    name = fn.__name__
+    """Make a launcher public: under ``torch.compile`` it becomes its torch operator.
 
-    @functools.wraps(fn)
-    def public(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if torch.compiler.is_compiling():
-            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-            return cast(_R, _traced(name, given))
-        return fn(*args, **kwargs)
-
-    return public
+    The function in between is written out with the launcher's own parameters: passing ``*args,
+    **kwargs`` through costs a launch a third of a microsecond.
+    """
+    parameters = inspect.signature(fn).parameters.values()
+    first_keyword = next((p.name for p in parameters if p.kind is p.KEYWORD_ONLY), "")
+    taken = ", ".join(("*, " if p.name == first_keyword else "") + p.name for p in parameters)
+    passed = ", ".join(f"{p.name}={p.name}" for p in parameters)
+    positional = ", ".join(
+        f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in parameters
+    )
+    source = f"lambda {taken}: traced(name, dict({passed})) if compiling() else fn({positional})"
+    names = {
+        "name": fn.__name__,
+        "fn": fn,
+        "traced": _traced,
+        "compiling": torch.compiler.is_compiling,
+    }
+    public: Any = functools.wraps(fn)(eval(source, names))
+    public.__defaults__ = fn.__defaults__
+    public.__kwdefaults__ = fn.__kwdefaults__
+    return cast(Callable[_P, _R], public)
 
 
 def _traced(name: str, given: dict[str, Any]) -> Any:
