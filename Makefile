@@ -9,6 +9,7 @@ TORCH ?= torch==2.13.0
 PROMPT ?= Explain in two sentences why the sky is blue.
 PYTEST_ARGS ?= -n 2
 BENCH_ARGS ?=
+ASCEND_ARGS ?=
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -31,9 +32,9 @@ demo: $(VENV)/.demo-ready  ## stream a reply from SmolLM2-135M on the CPU (PROMP
 test: $(VENV)/.dev-ready  ## run the test suite (PYTEST_ARGS="-k rope", TORCH=torch==2.11.0)
 	@$(RUN) -m pytest --ignore=tests/ascend $(PYTEST_ARGS)
 
-test-ascend: $(VENV)/.dev-ready  ## check every kernel with triton-ascend and Huawei's compiler (no NPU needed)
+test-ascend: $(VENV)/.dev-ready  ## check every kernel with triton-ascend and Huawei's compiler (ASCEND_ARGS, no NPU)
 	@bash tests/ascend/setup.sh
-	@.venv-ascend/bin/python -m pytest tests/ascend -q
+	@TKERNELS_DEVICE=compile:ascend910b .venv-ascend/bin/python -m pytest tests/ascend -q $(ASCEND_ARGS)
 
 lint: $(VENV)/.dev-ready  ## ruff check, ruff format --check, mypy
 	@$(RUN) -m ruff check .
