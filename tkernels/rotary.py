@@ -272,6 +272,7 @@ def space(dev: Device) -> dict[str, list[Any]]:
         return {"BLOCK_HEADS": block_heads, "programs_per_core": [1]}
     return {
         "BLOCK_HEADS": block_heads,
+        "EARLY_LOADS": [False, True],
         "num_warps": [1, 2, 4, 8, 16],
         "programs_per_core": [0, 2, 4, 8, 16, 32],
     }
@@ -330,7 +331,12 @@ def default_config(problem: Problem, dev: Device, *, norm: bool = False) -> Conf
         warps *= 2
     while warps > 1 and _pairs_and_tail(problem, block_heads)[0] < warps * 32:
         warps //= 2
-    return {"BLOCK_HEADS": block_heads, "num_warps": warps, "programs_per_core": 0}
+    return {
+        "BLOCK_HEADS": block_heads,
+        "EARLY_LOADS": not norm,  # with the norm, its arithmetic fills the wait already
+        "num_warps": warps,
+        "programs_per_core": 0,
+    }
 
 
 def why_illegal(config: Config, problem: Problem, dev: Device, *, norm: bool = False) -> str | None:

@@ -94,6 +94,7 @@ def _fused_qk_norm_rope_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
     ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
+    EARLY_LOADS: tl.constexpr = False,  # start all loads of heads before any of them is used
 ):
     # fmt: off
     if ONE_TILE:
@@ -101,14 +102,14 @@ def _fused_qk_norm_rope_kernel(
             tl.program_id(0), qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr,
             q_out_ptr, k_out_ptr, stride_xt, stride_qot, stride_qoh, stride_kot, stride_koh,
             max_pos, eps, Q_HEADS, K_HEADS, HALF, TAIL, INTERLEAVED, BLOCK_HEADS,
-            BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_TAIL)
+            BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_TAIL, EARLY_LOADS)
     else:
         for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
             _norm_rope_tile(
                 tile, qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr,
                 q_out_ptr, k_out_ptr, stride_xt, stride_qot, stride_qoh, stride_kot, stride_koh,
                 max_pos, eps, Q_HEADS, K_HEADS, HALF, TAIL, INTERLEAVED, BLOCK_HEADS,
-                BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_TAIL)
+                BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_TAIL, EARLY_LOADS)
     # fmt: on
 
 
@@ -138,6 +139,7 @@ def _norm_rope_tile(
     BLOCK_KV_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
+    EARLY_LOADS: tl.constexpr,
 ):
     n_shares: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     head_dim: tl.constexpr = 2 * HALF + TAIL
@@ -154,12 +156,15 @@ def _norm_rope_tile(
     k_out_rows = k_out_ptr + token * stride_kot + k_heads.to(tl.int64) * stride_koh
 
     # All loads stand before the first store: they do not wait for it, and it may be in place.
+    position = tl.load(positions_ptr + token)
     q_a, q_b = load_pairs(q_rows, q_ok, BLOCK_HEADS, HALF, BLOCK_HALF, INTERLEAVED)
     k_a, k_b = load_pairs(k_rows, k_ok, BLOCK_KV_HEADS, HALF, BLOCK_HALF, INTERLEAVED)
-    cos, sin = load_factors(positions_ptr, cos_sin_ptr, token, max_pos, HALF, BLOCK_HALF)
     one_row = tl.full([1, 1], 1, tl.int1)
     q_weight_a, q_weight_b = load_pairs(q_weight_ptr, one_row, 1, HALF, BLOCK_HALF, INTERLEAVED)
     k_weight_a, k_weight_b = load_pairs(k_weight_ptr, one_row, 1, HALF, BLOCK_HALF, INTERLEAVED)
+    if EARLY_LOADS:
+        tl.debug_barrier()  # see rope
+    cos, sin = load_factors(cos_sin_ptr, position, max_pos, HALF, BLOCK_HALF)
     q_squares = tl.sum(q_a * q_a + q_b * q_b, axis=1)
     k_squares = tl.sum(k_a * k_a + k_b * k_b, axis=1)
     if TAIL > 0:

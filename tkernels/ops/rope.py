@@ -112,17 +112,9 @@ def store_rotated(
 
 
 @triton.jit
-def load_factors(
-    positions_ptr,
-    cos_sin_ptr,
-    token,
-    max_pos,
-    HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
-    """cos and sin [1, BLOCK_HALF] of one token; a position out of range is moved to the nearest."""
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    position = tl.minimum(tl.maximum(position, 0), max_pos - 1)
+def load_factors(cos_sin_ptr, position, max_pos, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """cos and sin [1, BLOCK_HALF]; a position out of range is moved to the nearest in range."""
+    position = tl.minimum(tl.maximum(position.to(tl.int64), 0), max_pos - 1)
     pairs = tl.arange(0, BLOCK_HALF)[None, :]
     row = cos_sin_ptr + position * (2 * HALF) + pairs
     cos = tl.load(row, mask=pairs < HALF, other=0.0)
@@ -158,6 +150,7 @@ def _rope_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
     ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
+    EARLY_LOADS: tl.constexpr = False,  # start all loads of heads before any of them is used
 ):
     # fmt: off
     if ONE_TILE:
@@ -165,14 +158,14 @@ def _rope_kernel(
             tl.program_id(0), q_ptr, k_ptr, cos_sin_ptr, positions_ptr, q_out_ptr, k_out_ptr,
             stride_qt, stride_qh, stride_kt, stride_kh, stride_qot, stride_qoh, stride_kot,
             stride_koh, max_pos, Q_HEADS, K_HEADS, HALF, TAIL, INTERLEAVED, BLOCK_HEADS,
-            BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_TAIL)
+            BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_TAIL, EARLY_LOADS)
     else:
         for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
             _rope_tile(
                 tile, q_ptr, k_ptr, cos_sin_ptr, positions_ptr, q_out_ptr, k_out_ptr,
                 stride_qt, stride_qh, stride_kt, stride_kh, stride_qot, stride_qoh, stride_kot,
                 stride_koh, max_pos, Q_HEADS, K_HEADS, HALF, TAIL, INTERLEAVED, BLOCK_HEADS,
-                BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_TAIL)
+                BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_TAIL, EARLY_LOADS)
     # fmt: on
 
 
@@ -203,6 +196,7 @@ def _rope_tile(
     BLOCK_KV_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_TAIL: tl.constexpr,
+    EARLY_LOADS: tl.constexpr,
 ):
     n_shares: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     token = tl.cast(tile // n_shares, tl.int64)
@@ -217,9 +211,13 @@ def _rope_tile(
     q_out_rows = q_out_ptr + token * stride_qot + q_heads * stride_qoh
     k_out_rows = k_out_ptr + token * stride_kot + k_heads * stride_koh
 
+    position = tl.load(positions_ptr + token)
     q_a, q_b = load_pairs(q_rows, q_ok, BLOCK_HEADS, HALF, BLOCK_HALF, INTERLEAVED)
     k_a, k_b = load_pairs(k_rows, k_ok, BLOCK_KV_HEADS, HALF, BLOCK_HALF, INTERLEAVED)
-    cos, sin = load_factors(positions_ptr, cos_sin_ptr, token, max_pos, HALF, BLOCK_HALF)
+    if EARLY_LOADS:
+        # Nothing needs it but ptxas, which would put off the loads of k until q is stored.
+        tl.debug_barrier()
+    cos, sin = load_factors(cos_sin_ptr, position, max_pos, HALF, BLOCK_HALF)
     store_rotated(q_out_rows, q_ok, q_a, q_b, cos, sin, HALF, BLOCK_HALF, INTERLEAVED)
     store_rotated(k_out_rows, k_ok, k_a, k_b, cos, sin, HALF, BLOCK_HALF, INTERLEAVED)
     if TAIL > 0:
