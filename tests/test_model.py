@@ -1,0 +1,214 @@
+"""The runner against ``transformers``, and against itself: cached, batched, on the kernels."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import (
+    CPU,
+    FAMILIES,
+    greedy,
+    hf_greedy,
+    load_folder,
+    new_runner,
+    smollm2,
+    tiny,
+)
+
+import tkernels
+from model import config as configs
+from model.gguf_file import read_gguf
+from model.kv_cache import SequenceState
+from model.perplexity import perplexity, read_text
+from model.sources import open_gguf
+from model.weights import load_model
+
+TOLERANCE = 1e-4  # max abs difference of fp32 logits
+
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def random_ids(vocab: int, count: int, seed: int = 0) -> list[int]:
+    return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def assert_equals_transformers(ours: Any, hf: Any, ids: list[int]) -> None:
+    """All logits of a prompt, and 64 greedy tokens after it."""
+    with torch.inference_mode():
+        expected = hf(torch.tensor([ids])).logits[0]
+    got = new_runner(ours).prefill([SequenceState(list(ids))], all_logits=True)
+    assert expected.abs().max() > 0.5  # a network of zeros would pass anything
+    assert (got - expected).abs().max() <= TOLERANCE
+    assert greedy(ours, ids, 64) == hf_greedy(hf, ids, 64)
+
+
+# ---- against transformers ----------------------------------------------------------------------
+
+
+@each_family
+def test_random_network_equals_transformers(family: str) -> None:
+    # 90 tokens: past the 64 that the scaled RoPE variants were "trained" on.
+    assert_equals_transformers(tiny(family).ours, tiny(family).hf, random_ids(331, 90))
+
+
+@pytest.mark.model
+def test_trained_qwen3_equals_transformers(shared: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = shared / "models" / "qwen3-tiny-dense"
+    hf = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    text = "def quicksort(xs):\n    if len(xs) < 2:\n        return xs\n"
+    ids = AutoTokenizer.from_pretrained(str(folder))(text)["input_ids"]
+    assert_equals_transformers(load_folder(folder), hf, ids)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_smollm2_equals_transformers() -> None:
+    """Logits, tokens, and the perplexity of 2,048 tokens of pydoc's topics."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = smollm2()
+    file = read_gguf(path)
+    config = configs.from_gguf(file.metadata, frozenset(file.tensors))
+    ours = load_model(config, open_gguf(file, config), dtype=torch.float32, device=CPU)
+    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    hf = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    question = [{"role": "user", "content": "Explain what a CPU cache does."}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    assert_equals_transformers(ours, hf, tokenizer(text)["input_ids"])
+
+    ids = tokenizer(read_text(None))["input_ids"][:2048]
+    with torch.inference_mode():
+        loss = hf(torch.tensor([ids]), labels=torch.tensor([ids])).loss
+    assert perplexity(ours, tkernels.reference, ids) == pytest.approx(math.exp(loss), rel=1e-3)
+
+
+def test_bfloat16_agrees_roughly() -> None:
+    """Half precision follows the same code: close to fp32, not equal to it."""
+    half = load_folder(tiny("qwen3").folder, torch.bfloat16)
+    ids = random_ids(331, 20)
+    got = new_runner(half).prefill([SequenceState(ids)])
+    expected = new_runner(tiny("qwen3").ours).prefill([SequenceState(ids)])
+    assert got.dtype == torch.float32
+    error = (got - expected).norm() / expected.norm()
+    assert 0 < error < 0.05
+
+
+# ---- against itself ----------------------------------------------------------------------------
+
+
+@each_family
+def test_cached_equals_uncached(family: str) -> None:
+    """Token by token, in two chunks, or all at once: the same logits."""
+    model, ids = tiny(family).ours, random_ids(331, 41)
+    whole = new_runner(model).prefill([SequenceState(list(ids))], all_logits=True)
+
+    runner, sequence = new_runner(model), SequenceState(ids[:1])
+    stepped = [runner.prefill([sequence])]
+    for token in ids[1:]:
+        sequence.token_ids.append(token)
+        stepped.append(runner.decode([sequence]))
+    torch.testing.assert_close(torch.cat(stepped), whole, rtol=0, atol=1e-5)
+
+    runner, sequence = new_runner(model), SequenceState(ids[:17])
+    first = runner.prefill([sequence], all_logits=True)
+    sequence.token_ids.extend(ids[17:])
+    second = runner.prefill([sequence], all_logits=True)
+    torch.testing.assert_close(torch.cat((first, second)), whole, rtol=0, atol=1e-5)
+
+
+@each_family
+def test_batch_of_mixed_lengths_equals_one_by_one(family: str) -> None:
+    """Prompts around the block size, then decode steps in which some sequences have left."""
+    model = tiny(family).ours
+    prompts = [random_ids(331, n, seed=n) for n in (1, 15, 16, 17, 40)]
+    batched = [SequenceState(list(p)) for p in prompts]
+    runner = new_runner(model)
+    poison(runner.cache)
+    rows = [runner.prefill(batched)]
+    for step in range(3):
+        batched = batched[: 5 - step]
+        for s in batched:
+            s.token_ids.append((7 * len(s.token_ids)) % 331)
+        rows.append(runner.decode(batched))
+
+    for i, prompt in enumerate(prompts):
+        alone, sequence = new_runner(model), SequenceState(list(prompt))
+        torch.testing.assert_close(rows[0][i], alone.prefill([sequence])[0], rtol=0, atol=1e-5)
+        for step in range(min(3, 5 - i)):
+            sequence.token_ids.append((7 * len(sequence.token_ids)) % 331)
+            torch.testing.assert_close(
+                rows[1 + step][i], alone.decode([sequence])[0], rtol=0, atol=1e-5
+            )
+
+
+def test_prefill_beside_decode() -> None:
+    """One step may bring a new prompt for one sequence and one token for another."""
+    model = tiny("qwen3").ours
+    old, new = random_ids(331, 30, seed=1), random_ids(331, 20, seed=2)
+    runner = new_runner(model)
+    poison(runner.cache)
+    running = SequenceState(old[:-1])
+    runner.prefill([running])
+    running.token_ids.append(old[-1])
+    both = runner.prefill([running, SequenceState(list(new))])
+    for row, ids in zip(both, (old, new), strict=True):
+        alone = new_runner(model).prefill([SequenceState(list(ids))])[0]
+        torch.testing.assert_close(row, alone, rtol=0, atol=1e-5)
+
+
+def test_released_blocks_hide_nothing() -> None:
+    """A sequence in blocks that another one used, in another order, is not disturbed by it."""
+    model = tiny("llama-bias").ours
+    runner = new_runner(model, num_blocks=6)
+    first, second = (SequenceState(random_ids(331, n, seed=n)) for n in (48, 33))
+    runner.prefill([first])
+    runner.prefill([second])
+    with pytest.raises(ValueError, match="expected 1 free blocks of 16 tokens, got 0"):
+        runner.prefill([SequenceState([1])])
+    runner.blocks.release(first.block_ids)
+    third = SequenceState(random_ids(331, 35, seed=9))
+    got = runner.prefill([third])
+    expected = new_runner(model).prefill([SequenceState(list(third.token_ids))])
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def test_steps_refuse_wrong_sequences() -> None:
+    runner = new_runner(tiny("qwen3").ours)
+    sequence = SequenceState([1, 2, 3])
+    with pytest.raises(ValueError, match="expected one new token in each sequence, got 3"):
+        runner.decode([sequence])
+    runner.prefill([sequence])
+    with pytest.raises(ValueError, match="at least one new token in each sequence, got 0"):
+        runner.prefill([sequence])
+    with pytest.raises(ValueError, match="at most 256 tokens in a sequence, got 257"):
+        runner.prefill([SequenceState([1] * 257)])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama-bias"])
+def test_kernels_equal_references(family: str, dev: torch.device) -> None:
+    """The same runner on ``tkernels`` and on ``tkernels.reference``."""
+    model = load_folder(tiny(family).folder, device=dev)
+    prompts = [random_ids(331, n, seed=n) for n in (3, 18)]
+    results = []
+    for ops in (tkernels, tkernels.reference):
+        runner = new_runner(model, ops)
+        sequences = [SequenceState(list(p)) for p in prompts]
+        rows = [runner.prefill(sequences)]
+        for s in sequences:
+            s.token_ids.append(5)
+        rows.append(runner.decode(sequences))
+        results.append(torch.cat(rows))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-4)
+
+
+def poison(cache: Any) -> None:
+    """Fill a cache with NaN, so that reading a slot that nobody wrote shows."""
+    for layer in (*cache.k, *cache.v):
+        layer.fill_(torch.nan)
