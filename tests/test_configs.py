@@ -79,9 +79,11 @@ def test_explicit_illegal_config_is_refused(spec: KernelSpec, dev: torch.device)
     case = spec.cases[0]
     inputs = spec.make_inputs(case.problem, dev)
     default = spec.default_config(case.problem, device.current())
-    wrong: list[tuple[Config, str]] = [
+    wrong: list[tuple[Any, str]] = [
         ({**default, "BLOCK_TYPO": 1}, "unknown key BLOCK_TYPO"),
         ({}, "missing key"),
+        (5, "expected a dict, got int"),
+        ({**default, next(iter(default)): [1]}, "must be an int, a bool or a name, got "),
     ]
     for bad, words in wrong:
         with pytest.raises(ValueError, match=rf"{spec.name}: config must be legal .*{words}"):

@@ -156,5 +156,7 @@ def test_plan_is_not_reused_for_other_metadata(dev: torch.device) -> None:
         assert_close(tkernels.rms_norm(x, weight), expected, what="rms_norm")
     with pytest.raises(ValueError, match="weight must have shape"):
         tkernels.rms_norm(wide, torch.rand(63, device=dev))
-    with pytest.raises(ValueError, match="eps must be a number > 0"):
-        tkernels.rms_norm(wide, torch.rand(64, device=dev), eps=0.0)
+    tkernels.rms_norm(wide, torch.rand(64, device=dev), eps=0.5)
+    for eps in (0.0, True, [0.5], torch.tensor(0.5)):
+        with pytest.raises(ValueError, match="eps must be a number > 0"):
+            tkernels.rms_norm(wide, torch.rand(64, device=dev), eps=eps)  # type: ignore[arg-type]

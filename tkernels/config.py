@@ -49,14 +49,16 @@ def planned(
     if config is not None or _forced:
         return make_plan(*tensors, *values, config=config)
     try:
-        key = _METADATA[len(tensors)](*tensors), values
-    except AttributeError:  # not a tensor: make_plan says which argument
+        # Types stand before values: a tensor must not be asked whether it equals a number.
+        key = _METADATA[len(tensors)](*tensors), *map(type, values), values
+        latest = _latest.get(make_plan)
+        if latest is not None and latest[0] == key:
+            return cast(_P, latest[1])
+        plans = _plans.setdefault(make_plan, {})
+        new = key not in plans
+    except (AttributeError, TypeError):  # neither tensors nor plain values: make_plan says which
         return make_plan(*tensors, *values, config=None)
-    latest = _latest.get(make_plan)
-    if latest is not None and latest[0] == key:
-        return cast(_P, latest[1])
-    plans = _plans.setdefault(make_plan, {})
-    if key not in plans:
+    if new:
         if len(plans) >= _MEMO_LIMIT:
             plans.clear()
         plans[key] = make_plan(*tensors, *values, config=None)
@@ -68,10 +70,14 @@ def _collector(count: int) -> Callable[..., tuple[Any, ...]]:
     """A function of ``count`` tensors that returns all their metadata as one flat tuple.
 
     It is written out by program, because this is most of what a launch costs on the host: a loop
-    over the tensors takes half as long again.
+    over the tensors takes half as long again. A contiguous tensor's shape says its strides, and
+    asking for them costs twice as much as asking whether it is.
     """
     names = [f"t{i}" for i in range(count)]
-    facts = [f"{t}.shape, {t}.stride(), {t}.dtype, {t}.get_device()" for t in names]
+    facts = [
+        f"{t}.shape, {t}.is_contiguous() or {t}.stride(), {t}.dtype, {t}.get_device()"
+        for t in names
+    ]
     collect: Callable[..., tuple[Any, ...]] = eval(
         f"lambda {', '.join(names)}: ({', '.join(facts)})"
     )
@@ -129,9 +135,13 @@ def explain(spec: KernelSpec, problem: Problem, config: Config | None = None) ->
     return spec.default_config(problem, dev), "heuristic"
 
 
-def why_unusable(spec: KernelSpec, config: Config, problem: Problem) -> str | None:
+def why_unusable(spec: KernelSpec, config: Any, problem: Problem) -> str | None:
     """Reason why ``config`` cannot serve ``problem`` here, unknown or missing keys included."""
     dev = device.current()
+    if not isinstance(config, dict):
+        return f"expected a dict, got {type(config).__name__}"
+    if odd := [n for n, v in config.items() if not isinstance(v, int | str | bool)]:
+        return f"{odd[0]} must be an int, a bool or a name, got {config[odd[0]]!r}"
     known = set(spec.space(dev))
     if unknown := set(config) - known:
         return f"unknown key {', '.join(sorted(unknown))} (expected {', '.join(sorted(known))})"

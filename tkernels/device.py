@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
-import math
 import os
 import sys
 import types
@@ -63,6 +62,11 @@ class Device:
     l0b_bytes: int = 0
     l0c_bytes: int = 0
     compile_only: bool = False  # facts only: tensors live on the CPU and nothing can be launched
+
+    @property
+    def is_npu(self) -> bool:
+        """An Ascend chip: tiles must fit UB, the grid is bounded, warps do not exist."""
+        return self.type == "npu"
 
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -378,4 +382,4 @@ def cdiv(a: int, b: int) -> int:
 
 def next_power_of_2(n: int) -> int:
     """Smallest power of two >= n (n >= 1)."""
-    return 1 << max(0, math.ceil(math.log2(n))) if n > 1 else 1
+    return 1 << (n - 1).bit_length()

@@ -136,7 +136,7 @@ def default_row_config(problem: Problem, dev: Device, *, live: int) -> Config:
     """Heuristic tile for a row-wise kernel that keeps ``live`` fp32 values an element."""
     n_cols, itemsize = problem["n_cols"], problem["dtype"].itemsize
     block_n = next_power_of_2(n_cols)
-    if dev.type == "npu":
+    if dev.is_npu:
         return _default_npu(problem, dev, block_n, live)
     block_n = min(block_n, 16384)
     # 32 bytes a thread keep enough loads in flight, and more than 8 warps only wait for each other
@@ -179,7 +179,7 @@ def row_space(dev: Device) -> dict[str, list[int]]:
         "BLOCK_N": [1 << i for i in range(15)],
         "programs_per_core": [0, 1, 2, 4, 8],
     }
-    if dev.type == "npu":
+    if dev.is_npu:
         return {**space, "programs_per_core": [1]}
     return {**space, "num_warps": [1, 2, 4, 8, 16, 32]}
 
@@ -190,7 +190,7 @@ def why_illegal_rows(config: Config, problem: Problem, dev: Device, *, live: int
         if config[name] < 1 or config[name] & (config[name] - 1):
             return f"{name}={config[name]} is not a power of two"
     elements = config["BLOCK_ROWS"] * config["BLOCK_N"]
-    if dev.type == "npu":
+    if dev.is_npu:
         need = elements * _npu_bytes(problem, live)
         if need > dev.local_mem_bytes:
             return f"the tile needs about {need} bytes of UB, {dev.local_mem_bytes} available"
@@ -240,10 +240,14 @@ def bench_cases() -> tuple[Case, ...]:
 
 def random_rows(problem: Problem, dev: torch.device, *, seed: int, cols: int = 0) -> torch.Tensor:
     """Normal values [outer, inner, cols] (or [inner, cols] where outer is 1)."""
-    shape = [problem["n_outer"], problem["n_inner"], cols or problem["n_cols"]]
+    outer, inner, n_cols = problem["n_outer"], problem["n_inner"], cols or problem["n_cols"]
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape if shape[0] > 1 else shape[1:], generator=generator)
-    return values.to(problem["dtype"]).to(dev)
+    if outer == 1:
+        return torch.randn(inner, n_cols, generator=generator).to(problem["dtype"]).to(dev)
+    # A gap behind the rows of a group, as heads of a packed projection have; without it the two
+    # levels would be one.
+    values = torch.randn(outer, inner + 1, n_cols, generator=generator)
+    return values.to(problem["dtype"]).to(dev)[:, :inner]
 
 
 def random_weight(problem: Problem, dev: torch.device) -> torch.Tensor:
