@@ -358,7 +358,7 @@ def why_illegal(config: Config, problem: Problem, dev: Device, *, norm: bool = F
         return f"num_warps={warps} is not of 1, 2, 4, 8, 16, 32"
     pairs, tail = _pairs_and_tail(problem, block_heads)
     registers = ((3 if norm else 2) * pairs + tail) // (warps * 32)
-    if registers > 160:
+    if registers > 150:
         return f"about {registers} of 255 registers a thread would hold the tile alone"
     if pairs < warps * 32 and warps > 1:
         return f"{warps} warps have nothing to do with {pairs} pairs"
