@@ -166,6 +166,21 @@ def test_error_against_fp64(dev: torch.device, interleaved: bool) -> None:
         assert error.square().mean().sqrt() < 1.3e-3 * truth.square().mean().sqrt() * 1.5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("far_axis", [0, 1])
+def test_offsets_past_2_to_the_31(dev: torch.device, far_axis: int) -> None:
+    """Tokens, then heads, that lie more than 2^31 elements apart (memory between is not touched)."""
+    far = 2**31 + 512
+    memory = torch.empty(far + 4096, dtype=BF16, device=dev)
+    x = inputs(dev, tokens=2, q_heads=2)
+    q = memory.as_strided((2, 2, 64), (far, 64, 1) if far_axis == 0 else (64, far, 1))
+    q.copy_(x["q"])
+    expected = rope(**x)[0]
+    assert torch.equal(rope(**{**x, "q": q})[0], expected)
+    rope(**{**x, "q": q}, q_out=q)
+    assert torch.equal(q, expected)
+
+
 def test_no_tokens(dev: torch.device) -> None:
     x = inputs(dev, tokens=0)
     q, k = rope(**x)

@@ -215,7 +215,7 @@ def _rope_tile(
     q_a, q_b = load_pairs(q_rows, q_ok, BLOCK_HEADS, HALF, BLOCK_HALF, INTERLEAVED)
     k_a, k_b = load_pairs(k_rows, k_ok, BLOCK_KV_HEADS, HALF, BLOCK_HALF, INTERLEAVED)
     if EARLY_LOADS:
-        # Nothing needs it but ptxas, which would put off the loads of k until q is stored.
+        # Only ptxas needs it: it would put the loads of k off until it has rotated q.
         tl.debug_barrier()
     cos, sin = load_factors(cos_sin_ptr, position, max_pos, HALF, BLOCK_HALF)
     store_rotated(q_out_rows, q_ok, q_a, q_b, cos, sin, HALF, BLOCK_HALF, INTERLEAVED)
