@@ -169,7 +169,7 @@ def test_error_against_fp64(dev: torch.device, interleaved: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("far_axis", [0, 1])
 def test_offsets_past_2_to_the_31(dev: torch.device, far_axis: int) -> None:
-    """Tokens, then heads, that lie more than 2^31 elements apart (memory between is not touched)."""
+    """Tokens, then heads, more than 2^31 elements apart; what lies between is not touched."""
     far = 2**31 + 512
     memory = torch.empty(far + 4096, dtype=BF16, device=dev)
     x = inputs(dev, tokens=2, q_heads=2)
