@@ -73,6 +73,7 @@ def generate(
         check_prompt(len(ids), context)
     longest = min(max(map(len, prompts)) + limits.max_tokens, context)
     batch_size = min(batch_size, len(prompts))
+    started = time.perf_counter()
     runner = Runner(
         model,
         ops,
@@ -81,7 +82,6 @@ def generate(
     )
     replies = [Reply(len(ids)) for ids in prompts]
     times = Times()
-    started = time.perf_counter()
 
     def one(index: int) -> _Running:
         seed = None if params.seed is None else params.seed + index
