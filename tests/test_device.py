@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -228,3 +230,44 @@ def test_next_power_of_2() -> None:
         if exponent > 1:
             assert device.next_power_of_2(power - 1) == power
     assert device.next_power_of_2(1) == 1
+
+
+class _FakeKernel:
+    """Stands for a JIT function: counts the launches that derive the variant anew."""
+
+    arg_names: ClassVar[list[str]] = ["x_ptr", "n", "BLOCK"]
+
+    def __init__(self) -> None:
+        self.long_way: list[tuple[object, ...]] = []
+        self.short_way: list[tuple[object, ...]] = []
+        self.grids: list[tuple[int, ...]] = []
+
+    def run(self, *args: object) -> _FakeKernel:
+        self.long_way.append(args)
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        self.grids.append(grid)
+        return lambda *args: self.short_way.append(args)
+
+
+def test_relaunching_starts_the_compiled_kernel_for_aligned_pointers_only() -> None:
+    memory = torch.zeros(64)
+    aligned, shifted = memory[:8], memory[1:9]
+    assert aligned.data_ptr() % 16 == 0
+    kernel = _FakeKernel()
+    launch = device.relaunching(
+        kernel,  # type: ignore[arg-type]
+        (5,),
+        {"BLOCK": 32, "num_warps": 4},
+        kernel.run,
+    )
+    launch(shifted, 8)  # its variant serves no aligned call
+    launch(aligned, 8)
+    assert (len(kernel.long_way), len(kernel.short_way)) == (2, 0)
+    launch(aligned, 8)
+    launch(shifted, 8)
+    launch(aligned, 8)
+    assert [a[0] for a in kernel.long_way] == [shifted, aligned, shifted]
+    assert kernel.short_way == [(aligned, 8, 32)] * 2
+    assert kernel.grids == [(5, 1, 1)]

@@ -137,6 +137,30 @@ def test_bench_case_is_right(spec: KernelSpec, case: Case, dev: torch.device) ->
     assert_right(spec, kept, run(spec, inputs))
 
 
+@pytest.mark.parametrize("spec", all_kernels().values(), ids=lambda s: s.name)
+def test_unaligned_after_aligned(spec: KernelSpec, dev: torch.device) -> None:
+    """The same metadata at an address that does not divide by 16: another compiled variant."""
+    case = next(c for c in spec.cases if "smoke" in c.tags)
+    plain = spec.make_inputs(case.problem, dev)
+    run(spec, clone_inputs(plain))
+    run(spec, clone_inputs(plain))
+    for name, value in plain.items():
+        if isinstance(value, torch.Tensor):
+            inputs = {**clone_inputs(plain), name: shifted(value)}
+            assert inputs[name].data_ptr() % 16
+            assert inputs[name].stride() == value.stride()
+            assert_right(spec, plain, run(spec, inputs))
+    inputs = clone_inputs(plain)
+    assert_right(spec, plain, run(spec, inputs))
+
+
+def shifted(value: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, one element behind an aligned address."""
+    span = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    buffer = torch.zeros(span + 1, dtype=value.dtype, device=value.device)
+    return buffer.as_strided(value.shape, value.stride(), 1).copy_(value)
+
+
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch, dev: torch.device) -> None:
     monkeypatch.setattr(config, "_MEMO_LIMIT", 8)
     config.reload()

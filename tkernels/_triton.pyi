@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 class Kernel:
+    arg_names: list[str]
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]: ...
     def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # from another kernel

@@ -268,7 +268,7 @@ def tuning_key(problem: Problem) -> dict[str, Any]:
 def space(dev: Device) -> dict[str, list[Any]]:
     """Search space of either rotary kernel."""
     block_heads = [1, 2, 4, 8, 16, 32, 64]
-    if dev.type == "npu":
+    if dev.is_npu:
         return {"BLOCK_HEADS": block_heads, "programs_per_core": [1]}
     return {
         "BLOCK_HEADS": block_heads,
@@ -306,7 +306,7 @@ def default_config(problem: Problem, dev: Device, *, norm: bool = False) -> Conf
     ``norm`` says that heads are normed too, which keeps more values alive.
     """
     block_heads = min(64, next_power_of_2(problem["q_heads"]))
-    if dev.type == "npu":
+    if dev.is_npu:
         while block_heads > 1 and _npu_bytes(problem, block_heads, norm) > dev.local_mem_bytes:
             block_heads //= 2
         return {"BLOCK_HEADS": block_heads, "programs_per_core": 1}
@@ -346,7 +346,7 @@ def why_illegal(config: Config, problem: Problem, dev: Device, *, norm: bool = F
         return f"BLOCK_HEADS={block_heads} is not a power of two"
     if block_heads > next_power_of_2(problem["q_heads"]):
         return f"BLOCK_HEADS={block_heads} is more than {problem['q_heads']} q heads need"
-    if dev.type == "npu":
+    if dev.is_npu:
         need = _npu_bytes(problem, block_heads, norm)
         if need > dev.local_mem_bytes:
             return f"the tile needs about {need} bytes of UB, {dev.local_mem_bytes} available"
