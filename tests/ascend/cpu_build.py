@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-_LLVM = Path("usr/lib/llvm-19/bin")  # where Debian and apt.llvm.org put it
+_LLVM = Path("usr/lib/llvm-19/bin")  # where Debian's packages and LLVM's own put it
 _UNPACKED = Path(sys.prefix) / "llvm-19"  # where setup.sh unpacks it, if the system has none
 
 _BUFFERIZE = (

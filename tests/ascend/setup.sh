@@ -43,7 +43,7 @@ unpack_host_tools() {
     mkdir -p "$apt/lists/partial" "$apt/archives/partial"
     apt-get "${options[@]}" update || fail "apt-get update failed, is the network there?"
     apt-get "${options[@]}" --no-install-recommends --download-only install "${packages[@]}" ||
-        fail "apt-get could not fetch ${packages[*]}: Debian 12 and newer have them, and apt.llvm.org"
+        fail "apt-get could not fetch ${packages[*]}: Debian 12 and newer have them, as have LLVM's own packages"
     for deb in "$apt"/archives/*.deb; do
         dpkg-deb -x "$deb" "$own/llvm-19" || fail "$deb could not be unpacked, is the disk full?"
     done
