@@ -229,6 +229,22 @@ def row_tuning_key(problem: Problem) -> dict[str, Any]:
     }
 
 
+def norm_cases() -> tuple[Case, ...]:
+    """Problems of a kernel that reduces whole rows, up to one that no single tile holds."""
+    bf16, fp16, fp32, edge = torch.bfloat16, torch.float16, torch.float32, frozenset({"edge"})
+    return (
+        Case("5x64-bf16", row_problem(5, 64, bf16)),
+        Case("3x1000-fp32", row_problem(3, 1000, fp32)),
+        Case("heads-7x3x64-fp16", row_problem(3, 64, fp16, outer=7)),
+        Case("2x1-fp16", row_problem(2, 1, fp16), edge),
+        Case("1x33-bf16", row_problem(1, 33, bf16), edge),
+        Case("2x4097-fp32", row_problem(2, 4097, fp32), edge),
+        Case("2x16384-bf16", row_problem(2, 16384, bf16), edge),
+        Case("2x20000-fp16", row_problem(2, 20000, fp16), edge),
+        *bench_cases(),
+    )
+
+
 def bench_cases() -> tuple[Case, ...]:
     """Hidden sizes of Qwen3 8B (4096) and 14B/32B (5120) at decode and prefill token counts."""
     sizes = ((1, 4096), (64, 4096), (4096, 4096), (16384, 5120))

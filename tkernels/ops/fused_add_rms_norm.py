@@ -22,7 +22,7 @@ from tkernels import rows
 from tkernels.check import check_positive, new_output
 from tkernels.config import planned
 from tkernels.device import Device, tl, triton
-from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
+from tkernels.registry import Config, Cost, KernelSpec, Problem, op, register
 
 
 def fused_add_rms_norm_ref(
@@ -266,17 +266,7 @@ SPEC = register(
         reference=fused_add_rms_norm_ref,
         problem_fields=rows.ROW_FIELDS,
         make_inputs=_make_inputs,
-        cases=(
-            Case("5x64-bf16", rows.row_problem(5, 64, torch.bfloat16)),
-            Case("3x1000-fp32", rows.row_problem(3, 1000, torch.float32)),
-            Case("2x1-fp16", rows.row_problem(2, 1, torch.float16), frozenset({"edge"})),
-            Case("1x33-bf16", rows.row_problem(1, 33, torch.bfloat16), frozenset({"edge"})),
-            Case("7x3x64-fp16", rows.row_problem(3, 64, torch.float16, outer=7)),
-            Case("2x4097-fp32", rows.row_problem(2, 4097, torch.float32), frozenset({"edge"})),
-            Case("2x16384-bf16", rows.row_problem(2, 16384, torch.bfloat16), frozenset({"edge"})),
-            Case("2x20000-fp16", rows.row_problem(2, 20000, torch.float16), frozenset({"edge"})),
-            *rows.bench_cases(),
-        ),
+        cases=rows.norm_cases(),
         tuning_key=rows.row_tuning_key,
         space=rows.row_space,
         default_config=_default_config,
