@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
+from model.block_matrix import Blocks
+
 # Value types of the specification, as codes of the struct module.
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
@@ -159,49 +161,48 @@ def _tensor_table(cursor: _Cursor, n_tensors: int, alignment: int) -> dict[str, 
     return tensors
 
 
-def dequantised(rows: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:
-    """Stored rows as values: uint8 [R, row_bytes] -> fp32 [R, C].
+def blocks(rows: torch.Tensor, kind: GGMLQuantizationType) -> Blocks | None:
+    """Stored rows, uint8 [R, row_bytes], as integer codes with scales; None for other formats.
 
-    Exact: each value is what ggml's own dequantisation gives in fp32. The commonest types run in
-    PyTorch: bytes are transposed first, so that every step runs along R with one scale a row, and
-    the result is the transpose of a contiguous [C, R] (the order in which the CPU multiplies
-    fastest, see ``weights.empty_matrix``). The rest run in NumPy, in row order.
+    Bytes are transposed first, so that every later step runs along R with one scale a row.
     """
     n_rows = rows.shape[0]
+    if kind.name == "Q8_0":  # fp16 scale, 32 int8
+        block = rows.view(n_rows, -1, 34)
+        codes = block[..., 2:].reshape(n_rows, -1).t().contiguous()  # [C, R]
+        return Blocks(codes.bitwise_xor_(0x80), -128, _heads(block, 1)[0], None)  # unsigned
+    if kind.name not in ("Q4_0", "Q4_1"):  # fp16 scale (and minimum), 32 4-bit: low halves first
+        return None
+    n_heads = 1 if kind.name == "Q4_0" else 2
+    block = rows.view(n_rows, -1, 2 * n_heads + 16)
+    packed = block[..., 2 * n_heads :].reshape(n_rows, -1).t().contiguous()
+    packed = packed.view(-1, 1, 16, n_rows)  # [n_blocks, 1, 16, R]
+    codes = torch.cat((packed & 15, packed >> 4), dim=1).view(-1, n_rows)
+    heads = _heads(block, n_heads)
+    return Blocks(codes, *((-8, heads[0], None) if n_heads == 1 else (0, heads[0], heads[1])))
+
+
+def _heads(block: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` fp16 numbers that head each block: fp32 [count, n_blocks, R]."""
+    heads = block[..., : 2 * count].contiguous().view(torch.float16)  # [R, n_blocks, count]
+    return heads.permute(2, 1, 0).float().contiguous()
+
+
+def dequantised(rows: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:
+    """Stored rows as values: uint8 [R, row_bytes] -> fp32 [R, C], exactly what ggml gives.
+
+    The commonest formats run in PyTorch, the rest in NumPy.
+    """
     if kind.name == "F32":
         return rows.view(torch.float32)
     if kind.name in ("F16", "BF16"):
         return rows.view(torch.float16 if kind.name == "F16" else torch.bfloat16).float()
-    if kind.name == "Q8_0":  # fp16 scale, 32 int8
-        block = rows.view(n_rows, -1, 34)
-        (scale,) = _scales(block, 1)
-        codes = block[..., 2:].view(torch.int8).reshape(n_rows, -1).t().contiguous()  # [C, R]
-        return codes.float().view(-1, 32, n_rows).mul_(scale).view(-1, n_rows).t()
-    if kind.name in ("Q4_0", "Q4_1"):  # fp16 scale (and minimum), 32 4-bit: low halves first
-        n_scales = 1 if kind.name == "Q4_0" else 2
-        block = rows.view(n_rows, -1, 2 * n_scales + 16)
-        scales = _scales(block, n_scales)
-        packed = block[..., 2 * n_scales :].reshape(n_rows, -1).t().contiguous()
-        packed = packed.view(-1, 16, n_rows)  # [n_blocks, 16, R]
-        values = torch.empty(packed.shape[0], 2, 16, n_rows)
-        values[:, 0].copy_(packed & 15)
-        values[:, 1].copy_(packed >> 4)
-        values = values.view(-1, 32, n_rows)
-        if n_scales == 1:
-            values.sub_(8)
-        values.mul_(scales[0])
-        if n_scales == 2:
-            values.add_(scales[1])
-        return values.view(-1, n_rows).t()
+    found = blocks(rows, kind)
+    if found is not None:
+        return found.values()
     try:
         return torch.from_numpy(dequantize(rows.numpy(), kind))
     except NotImplementedError:
         raise ValueError(
             f"GGUF: expected a type that can be dequantised, got {kind.name}"
         ) from None
-
-
-def _scales(block: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """The ``count`` fp16 numbers that head each block, each fp32 [n_blocks, 1, R]."""
-    heads = block[..., : 2 * count].contiguous().view(torch.float16)  # [R, n_blocks, count]
-    return heads.permute(2, 1, 0).float().contiguous()[:, :, None].unbind(0)

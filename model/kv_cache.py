@@ -90,7 +90,9 @@ class AttnMetadata:
     max_seqlen_q: int
     max_context_len: int
 
-    kv_slots: torch.Tensor  # int64 [B, S], slot of each context position; past the end, of the last
+    # int64 [B, S], slot of each context position; past a sequence's end that of its last token.
+    # One sequence in adjoining blocks is a slice instead: read in place, not gathered.
+    kv_slots: torch.Tensor | slice
     mask: torch.Tensor | None  # bool [B, 1, L, S], True = may be seen; None: plain causal, or all
     q_rows: torch.Tensor  # int64 [B, L], row of each query in the packed tokens, padded likewise
     q_unpad: torch.Tensor  # int64 [T], row of each packed token in the padded [B * L]
@@ -116,10 +118,7 @@ def build_metadata(sequences: Sequence[SequenceState], device: torch.device) -> 
     block_table = ints(
         [s.block_ids + [0] * (max_blocks - len(s.block_ids)) for s in sequences], torch.int32
     )
-    # Positions past a sequence's end repeat its last one, so that stale slots are never read.
     key_at = torch.arange(longest, device=device)
-    held = key_at.minimum(context_lens[:, None].long() - 1)  # [B, S]
-    kv_slots = block_table.long().gather(1, held // BLOCK_SIZE) * BLOCK_SIZE + held % BLOCK_SIZE
     query_at = torch.arange(longest_q, device=device)
     lengths, begin = ints(new), ints(starts[:-1])
     q_rows = begin[:, None] + query_at.minimum(lengths[:, None] - 1)  # [B, L]
@@ -132,11 +131,27 @@ def build_metadata(sequences: Sequence[SequenceState], device: torch.device) -> 
         cu_seqlens_q=ints(starts, torch.int32),
         max_seqlen_q=longest_q,
         max_context_len=longest,
-        kv_slots=kv_slots,
+        kv_slots=_kv_slots(sequences, key_at, context_lens, block_table),
         mask=_mask(new, context, key_at, query_at, context_lens - lengths),
         q_rows=q_rows,
         q_unpad=ints([b * longest_q + i for b, n in enumerate(new) for i in range(n)]),
     )
+
+
+def _kv_slots(
+    sequences: Sequence[SequenceState],
+    key_at: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+) -> torch.Tensor | slice:
+    if len(sequences) == 1:
+        ids = sequences[0].block_ids
+        if ids == list(range(ids[0], ids[0] + len(ids))):
+            start = ids[0] * BLOCK_SIZE
+            return slice(start, start + len(key_at))
+    # Positions past a sequence's end repeat its last one, so that stale slots are never read.
+    held = key_at.minimum(context_lens[:, None].long() - 1)  # [B, S]
+    return block_table.long().gather(1, held // BLOCK_SIZE) * BLOCK_SIZE + held % BLOCK_SIZE
 
 
 def _mask(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from model.kv_cache import BLOCK_SIZE, SequenceState
-from model.qwen3 import Model
+from model.qwen3 import Linear, Model
 from model.runner import Runner
 from model.sampler import SamplingParams, new_generator, sample
 from model.tokenizer import Detokenizer
@@ -179,11 +179,9 @@ class _Running:
 
 def weight_bytes(model: Model) -> int:
     """Bytes of parameters that one decode step reads: all but an embedding table of its own."""
-    layers = [
-        t
-        for layer in model.layers
-        for value in vars(layer).values()
-        for t in ((value.weight, value.bias) if hasattr(value, "weight") else (value,))
-        if t is not None
-    ]
-    return sum(t.nbytes for t in [*layers, model.norm, model.lm_head.weight])
+    total = model.norm.nbytes + model.lm_head.weight.nbytes
+    for layer in model.layers:
+        for value in vars(layer).values():
+            parts = (value.weight, value.bias) if isinstance(value, Linear) else (value,)
+            total += sum(part.nbytes for part in parts if part is not None)
+    return total

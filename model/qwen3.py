@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 
+from model.block_matrix import Matrix
 from model.config import ModelConfig
 from model.kv_cache import AttnMetadata, KVCache
 
@@ -24,11 +25,14 @@ Tensor = torch.Tensor
 class Linear:
     """A projection: ``weight`` [out, in], ``bias`` [out] or None."""
 
-    weight: Tensor
+    weight: Matrix
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        if isinstance(self.weight, Tensor):
+            return F.linear(x, self.weight, self.bias)
+        y = self.weight.multiply(x)
+        return y if self.bias is None else y + self.bias
 
 
 @dataclass
@@ -50,7 +54,7 @@ class Model:
     """All parameters of a network and its config."""
 
     config: ModelConfig
-    embed_tokens: Tensor  # [V, H]
+    embed_tokens: Matrix  # [V, H]
     layers: list[Layer]
     norm: Tensor  # [H]
     lm_head: Linear  # [V, H]; the same tensor as embed_tokens where the config ties them
@@ -79,7 +83,7 @@ def forward(
         fp32 [B, V], or [T, V].
     """
     eps = model.config.rms_norm_eps
-    residual = F.embedding(input_ids, model.embed_tokens)  # [T, H]
+    residual = _embed(model.embed_tokens, input_ids)  # [T, H]
     x = ops.rms_norm(residual, model.layers[0].input_layernorm, eps=eps)
     for i, layer in enumerate(model.layers):
         x = _attention(model.config, layer, ops, x, positions, cos_sin_cache, cache, i, meta)
@@ -90,6 +94,10 @@ def forward(
     if not all_logits:
         x = x[meta.cu_seqlens_q[1:] - 1]  # [B, H]
     return model.lm_head(x).float()
+
+
+def _embed(table: Matrix, ids: Tensor) -> Tensor:
+    return F.embedding(ids, table) if isinstance(table, Tensor) else table.rows(ids)
 
 
 def _attention(
@@ -139,8 +147,10 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttnMetad
         [T, Hq, D].
     """
     num_kv_heads = k_cache.shape[2]
-    k = k_cache.flatten(0, 1)[meta.kv_slots].transpose(1, 2)  # [B, Hk, S, D]
-    v = v_cache.flatten(0, 1)[meta.kv_slots].transpose(1, 2)
+    k, v = (x.flatten(0, 1)[meta.kv_slots] for x in (k_cache, v_cache))  # [B, S, Hk, D]
+    if isinstance(meta.kv_slots, slice):  # of one sequence: [S, Hk, D]
+        k, v = k[None], v[None]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hk, S, D]
     if meta.max_seqlen_q == 1:
         # Decode: the query heads that share a key-value head stand where query positions would.
         q = q.view(len(q), num_kv_heads, -1, q.shape[2])  # [B, Hk, Hq / Hk, D]

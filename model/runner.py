@@ -26,9 +26,8 @@ class Runner:
 
     def __init__(self, model: Model, ops: Any, *, num_blocks: int, max_positions: int) -> None:
         self.model, self.ops = model, ops
-        embed = model.embed_tokens
-        self.device = embed.device
-        self.cache = allocate_cache(model.config, num_blocks, embed.dtype, self.device)
+        self.device = model.norm.device
+        self.cache = allocate_cache(model.config, num_blocks, model.norm.dtype, self.device)
         self.blocks = BlockAllocator(num_blocks)
         self.max_positions = max_positions
         self.cos_sin_cache = build_cos_sin_cache(

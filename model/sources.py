@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from model.block_matrix import Blocks
 from model.config import ModelConfig, read_json
-from model.gguf_file import GgufFile, dequantised
+from model.gguf_file import GgufFile, blocks, dequantised
 
 _INDEX = "model.safetensors.index.json"
 
@@ -21,6 +22,8 @@ class Source:
     where: Path
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], torch.Tensor]
+    # The same in the file's own blocks, or None where they are not of a kind that is multiplied.
+    blocks: Callable[[str], Blocks | None] = lambda name: None
 
 
 # ---- safetensors -----------------------------------------------------------------------------
@@ -112,19 +115,25 @@ def open_gguf(file: GgufFile, config: ModelConfig) -> Source:
     names = {hf_name(name): name for name in file.tensors}
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
 
-    def read(name: str) -> torch.Tensor:
+    def rows(name: str) -> torch.Tensor:
         stored = file.tensors[names[name]]
-        rows = file.rows(names[name])
+        found = file.rows(names[name])
         part = name.split(".")[-2]
         if config.model_type != "llama" or part not in heads:
-            return dequantised(rows, stored.kind).view(stored.shape)
+            return found
         # llama.cpp stores the q and k rows of Llama for interleaved RoPE: row 2i + half of each
         # head is row half * D/2 + i of the original. Undone on the stored bytes, row by row.
         if len(stored.shape) == 1:  # a bias: one row per number
-            rows = rows.view(stored.shape[0], -1)
-        pairs = rows.view(heads[part], -1, 2, rows.shape[1])  # [heads, D / 2, 2, row_bytes]
-        rows = pairs.transpose(1, 2).reshape(rows.shape)
-        return dequantised(rows, stored.kind).view(stored.shape)
+            found = found.view(stored.shape[0], -1)
+        pairs = found.view(heads[part], -1, 2, found.shape[1])  # [heads, D / 2, 2, row_bytes]
+        return pairs.transpose(1, 2).reshape(found.shape)
+
+    def read(name: str) -> torch.Tensor:
+        stored = file.tensors[names[name]]
+        return dequantised(rows(name), stored.kind).view(stored.shape)
+
+    def read_blocks(name: str) -> Blocks | None:
+        return blocks(rows(name), file.tensors[names[name]].kind)
 
     shapes = {name: file.tensors[ours].shape for name, ours in names.items()}
-    return Source(file.path, shapes, read)
+    return Source(file.path, shapes, read, read_blocks)

@@ -48,6 +48,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
         },
     ),
+    "llama-32": dict(  # sizes that block formats need
+        hidden_size=96, intermediate_size=160, num_attention_heads=6, num_key_value_heads=3,
+        tie_word_embeddings=True,
+    ),
     "mistral": dict(
         hidden_size=56, num_attention_heads=4, num_key_value_heads=2, sliding_window=None,
         tie_word_embeddings=False,

@@ -114,13 +114,13 @@ def test_cached_equals_uncached(family: str) -> None:
     for token in ids[1:]:
         sequence.token_ids.append(token)
         stepped.append(runner.decode([sequence]))
-    torch.testing.assert_close(torch.cat(stepped), whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.cat(stepped), whole, rtol=0, atol=TOLERANCE)
 
     runner, sequence = new_runner(model), SequenceState(ids[:17])
     first = runner.prefill([sequence], all_logits=True)
     sequence.token_ids.extend(ids[17:])
     second = runner.prefill([sequence], all_logits=True)
-    torch.testing.assert_close(torch.cat((first, second)), whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.cat((first, second)), whole, rtol=0, atol=TOLERANCE)
 
 
 @each_family
@@ -140,11 +140,11 @@ def test_batch_of_mixed_lengths_equals_one_by_one(family: str) -> None:
 
     for i, prompt in enumerate(prompts):
         alone, sequence = new_runner(model), SequenceState(list(prompt))
-        torch.testing.assert_close(rows[0][i], alone.prefill([sequence])[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(rows[0][i], alone.prefill([sequence])[0], rtol=0, atol=TOLERANCE)
         for step in range(min(3, 5 - i)):
             sequence.token_ids.append((7 * len(sequence.token_ids)) % 331)
             torch.testing.assert_close(
-                rows[1 + step][i], alone.decode([sequence])[0], rtol=0, atol=1e-5
+                rows[1 + step][i], alone.decode([sequence])[0], rtol=0, atol=TOLERANCE
             )
 
 
@@ -160,7 +160,7 @@ def test_prefill_beside_decode() -> None:
     both = runner.prefill([running, SequenceState(list(new))])
     for row, ids in zip(both, (old, new), strict=True):
         alone = new_runner(model).prefill([SequenceState(list(ids))])[0]
-        torch.testing.assert_close(row, alone, rtol=0, atol=1e-5)
+        torch.testing.assert_close(row, alone, rtol=0, atol=TOLERANCE)
 
 
 def test_released_blocks_hide_nothing() -> None:
@@ -176,7 +176,7 @@ def test_released_blocks_hide_nothing() -> None:
     third = SequenceState(random_ids(331, 35, seed=9))
     got = runner.prefill([third])
     expected = new_runner(model).prefill([SequenceState(list(third.token_ids))])
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
 
 
 def test_steps_refuse_wrong_sequences() -> None:
@@ -205,7 +205,7 @@ def test_kernels_equal_references(family: str, dev: torch.device) -> None:
             s.token_ids.append(5)
         rows.append(runner.decode(sequences))
         results.append(torch.cat(rows))
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=TOLERANCE)
 
 
 def poison(cache: Any) -> None:

@@ -14,9 +14,11 @@ import torch
 from checkpoints import CPU, load_folder, new_runner, tiny
 from safetensors.torch import load_file, save_file
 
+from model import block_matrix
 from model import config as configs
+from model.block_matrix import BlockMatrix
 from model.checkpoint import open_checkpoint
-from model.gguf_file import dequantised, read_gguf
+from model.gguf_file import blocks, dequantised, read_gguf
 from model.kv_cache import SequenceState
 from model.sources import open_gguf
 from model.weights import load_model
@@ -281,6 +283,76 @@ def test_dequantised_is_exact(kind: str) -> None:
     assert np.isfinite(expected).all()
     assert expected.std() > 0
     assert np.array_equal(dequantised(torch.from_numpy(rows), code).numpy(), expected)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("width", [3072, 40])
+def test_block_matrix_equals_its_values(
+    kind: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks or dequantised, few tokens or many, one chunk or several: the same."""
+    monkeypatch.setattr(block_matrix, "_MAX_WIDTH", width)
+    code = gguf.GGMLQuantizationType[kind]
+    weights = [np.random.default_rng(n).normal(size=(n, 96)).astype(np.float32) for n in (70, 31)]
+    rows = [torch.from_numpy(gguf.quantize(w, code)) for w in weights]
+    parts = [blocks(r, code) for r in rows]
+    matrix = block_matrix.stack([p for p in parts if p is not None])
+    assert matrix is not None
+    expected = torch.cat([dequantised(r, code) for r in rows])
+    assert matrix.shape == expected.shape == (101, 96)
+    assert torch.equal(matrix.values(), expected)
+    ids = torch.tensor([0, 100, 39, 40, 100])
+    assert torch.equal(matrix.rows(ids), expected[ids])
+    for tokens in (1, 3, 8, 9):
+        x = torch.randn(tokens, 96)
+        exact = x.double() @ expected.double().t()
+        assert (matrix.multiply(x) - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+def test_parts_in_different_formats_are_not_stacked() -> None:
+    kinds = (gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0)
+    values = np.ones((4, 32), dtype=np.float32)
+    parts = [blocks(torch.from_numpy(gguf.quantize(values, kind)), kind) for kind in kinds]
+    assert block_matrix.stack([p for p in parts if p is not None]) is None
+    f16 = gguf.GGMLQuantizationType.F16
+    assert blocks(torch.from_numpy(gguf.quantize(values, f16)), f16) is None
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_gguf_in_blocks_equals_dequantised(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole network, prefill and decode."""
+    code = gguf.GGMLQuantizationType[kind]
+    file = read_gguf(write_gguf(tmp_path / "m.gguf", "llama-32", code))
+    config = configs.from_gguf(file.metadata, frozenset(file.tensors))
+
+    def logits() -> torch.Tensor:
+        network = load_model(config, open_gguf(file, config), dtype=torch.float32, device=CPU)
+        kept = isinstance(network.layers[0].qkv_proj.weight, BlockMatrix)
+        assert kept == block_matrix.can_multiply()
+        runner, sequence = new_runner(network), SequenceState(list(range(20)))
+        rows = [runner.prefill([sequence], all_logits=True)]
+        for token in (5, 300):
+            sequence.token_ids.append(token)
+            rows.append(runner.decode([sequence]))
+        return torch.cat(rows)
+
+    in_blocks = logits()
+    monkeypatch.setattr(block_matrix, "can_multiply", lambda: False)
+    torch.testing.assert_close(in_blocks, logits(), rtol=0, atol=1e-4)
+
+
+def test_block_scale_that_is_not_finite(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama-32", gguf.GGMLQuantizationType.Q4_1)
+    start = read_gguf(path).tensors["blk.1.ffn_up.weight"].start
+    with path.open("r+b") as raw:
+        raw.seek(start)
+        raw.write(np.array([np.nan], dtype=np.float16).tobytes())
+    file = read_gguf(path)
+    config = configs.from_gguf(file.metadata, frozenset(file.tensors))
+    with pytest.raises(ValueError, match=r"got 1 NaN or Inf in model\.layers\.1\.mlp\.up_proj"):
+        load_model(config, open_gguf(file, config), dtype=torch.float32, device=CPU)
 
 
 def test_header_equals_gguf_reader(tmp_path: Path) -> None:
