@@ -100,6 +100,73 @@ def test_operator_is_well_formed(spec: KernelSpec, dev: torch.device) -> None:
     torch.library.opcheck(operator, (), inputs, test_utils=("test_schema", "test_faketensor"))
 
 
+def reordered(value: Any) -> Any:
+    """The same values with the strides of a transposed tensor, where that is possible."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 3:
+        return value
+    return value.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@pytest.mark.parametrize(("spec", "case"), TESTED[::3])
+def test_operator_promises_the_strides_that_come(
+    spec: KernelSpec, case: Case, dev: torch.device
+) -> None:
+    """Results are contiguous, also of an argument that is not; a compiled graph relies on it."""
+    inputs = {n: reordered(v) for n, v in spec.make_inputs(case.problem, dev).items()}
+    first = next(n for n, v in inputs.items() if isinstance(v, torch.Tensor))
+    if spec.problem_fields[0] == "n_outer" and inputs[first].dim() == 2:
+        inputs = {
+            n: reordered(v[:, None].expand(-1, 2, -1)) if getattr(v, "ndim", 0) == 2 else v
+            for n, v in inputs.items()
+        }
+    operator = getattr(torch.ops.tkernels, spec.name).default
+    torch.library.opcheck(operator, (), inputs, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("spec", all_kernels().values(), ids=lambda s: s.name)
+def test_compile_with_any_number_of_rows(spec: KernelSpec, dev: torch.device) -> None:
+    """The first dimension stays symbolic: one compiled graph serves every number of tokens."""
+    case = next(c for c in spec.cases if "smoke" in c.tags)
+    inputs = clone_inputs(spec.make_inputs(case.problem, dev))
+    tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor)}
+    n_rows = next(iter(tensors.values())).shape[0]
+    for name, value in tensors.items():
+        if value.shape[0] == n_rows and name not in (*spec.mutates, "weight", "cos_sin_cache"):
+            torch._dynamo.mark_dynamic(value, 0)
+    compiled = torch.compile(lambda kwargs: spec.launch(**kwargs), fullgraph=True, backend="eager")
+    kept = clone_inputs(inputs)
+    results = tensors_of(compiled(inputs))
+    assert_right(spec, kept, (*results, *(inputs[n] for n in spec.mutates)))
+    torch._dynamo.reset()
+
+
+def _cut(out: torch.Tensor) -> torch.Tensor:
+    return out[:1]
+
+
+def _more(out: torch.Tensor) -> torch.Tensor:
+    return torch.stack([out, out])
+
+
+@pytest.mark.parametrize("spoil", [torch.Tensor.double, torch.Tensor.int, _cut, _more])
+@pytest.mark.parametrize(
+    "spec", [s for s in all_kernels().values() if s.outputs], ids=lambda s: s.name
+)
+def test_compiled_out_that_does_not_fit_is_refused(
+    spec: KernelSpec, spoil: Any, dev: torch.device
+) -> None:
+    """As in an eager call: nothing is broadcast or converted into what was passed as ``out=``."""
+    case = next(c for c in spec.cases if "smoke" in c.tags)
+    inputs = spec.make_inputs(case.problem, dev)
+    result = tensors_of(spec.reference(**clone_inputs(inputs)))[0]
+    out = spoil(torch.zeros_like(result))
+    compiled = torch.compile(lambda kwargs: spec.launch(**kwargs), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=rf"{spec.name}: {spec.outputs[0]} must be .*, got "):
+        compiled({**inputs, spec.outputs[0]: out})
+    assert not out.any()
+    torch._dynamo.reset()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", all_kernels().values(), ids=lambda s: s.name)
 def test_graph_capture(spec: KernelSpec, dev: torch.device) -> None:

@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
+from tkernels.check import describe
 from tkernels.device import Device
 
 Config = dict[str, Any]  # constexprs, num_warps/num_stages (GPU) or Ascend knobs, programs_per_core
@@ -164,7 +165,13 @@ def _define_torch_op(spec: KernelSpec) -> None:
     # The reference runs on fake tensors too, so it doubles as the shape function. It must not
     # write to its arguments there: an op that mutates returns nothing, and its fake does nothing.
     def fake(*args: Any, **kwargs: Any) -> Any:
-        return None if spec.mutates else spec.reference(*args, **kwargs)
+        if spec.mutates:
+            return None
+        results = spec.reference(*args, **kwargs)
+        # A launcher's results are contiguous; the reference's may keep the order of its argument.
+        if isinstance(results, torch.Tensor):
+            return torch.empty_like(results, memory_format=torch.contiguous_format)
+        return tuple(torch.empty_like(r, memory_format=torch.contiguous_format) for r in results)
 
     eager = inspect.unwrap(spec.launch)  # below @op: the operator must not call itself
     torch.library.custom_op(
@@ -202,10 +209,16 @@ def _traced(name: str, given: dict[str, Any]) -> Any:
     """Call the operator; out arguments become copies into them, which the compiler fuses away."""
     if given.pop("config", None) is not None:
         raise ValueError(f"{name}: config must be None inside torch.compile, got one")
-    wanted = [given.pop(argument, None) for argument in _SPECS[name].outputs]
+    outputs = _SPECS[name].outputs
+    wanted = [given.pop(argument, None) for argument in outputs]
     result = getattr(torch.ops.tkernels, name)(**given)
     if not any(out is not None for out in wanted):
         return result
+    results = (result,) if isinstance(result, torch.Tensor) else tuple(result)
+    for argument, out, r in zip(outputs, wanted, results, strict=True):
+        # copy_ would broadcast and convert; the launcher, which never sees it, refuses both.
+        if out is not None and (out.shape != r.shape or out.dtype != r.dtype):
+            raise ValueError(f"{name}: {argument} must be {describe(r)}, got {describe(out)}")
     if isinstance(result, torch.Tensor):
         return wanted[0].copy_(result)
     return tuple(r if out is None else out.copy_(r) for r, out in zip(result, wanted, strict=True))

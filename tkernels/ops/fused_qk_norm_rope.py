@@ -51,7 +51,8 @@ def fused_qk_norm_rope_ref(
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """PyTorch version of ``fused_qk_norm_rope``: fp32 inside, rounded once."""
-    heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, len(q_weight))
+    # Not len(), which would fix a symbolic size under torch.compile.
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, q_weight.shape[0])
     factors = cos_sin_cache[positions]
 
     def turned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
