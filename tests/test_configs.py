@@ -84,10 +84,88 @@ def test_explicit_illegal_config_is_refused(spec: KernelSpec, dev: torch.device)
         ({}, "missing key"),
         (5, "expected a dict, got int"),
         ({**default, next(iter(default)): [1]}, "must be an int, a bool or a name, got "),
+        ({**default, next(iter(default)): "64"}, "must be of type int, got '64'"),
+        ({**default, next(iter(default)): True}, "must be of type int, got True"),
     ]
     for bad, words in wrong:
         with pytest.raises(ValueError, match=rf"{spec.name}: config must be legal .*{words}"):
             spec.launch(**clone_inputs(inputs), config=bad)
+
+
+@each_spec
+def test_a_grid_below_zero_is_refused(spec: KernelSpec, dev: torch.device) -> None:
+    """It would launch nothing and leave the results as they were allocated."""
+    case = spec.cases[0]
+    default = spec.default_config(case.problem, device.current())
+    for below in (-1, -(10**6)):
+        with pytest.raises(ValueError, match=f"programs_per_core must be 0 or more, got {below}"):
+            spec.launch(
+                **spec.make_inputs(case.problem, dev),
+                config={**default, "programs_per_core": below},
+            )
+
+
+def test_force_config_names_a_kernel() -> None:
+    with (
+        pytest.raises(ValueError, match=r"kernel must be one of .*, got 'rmsnorm'"),
+        config.force_config("rmsnorm", {}),
+    ):
+        pass
+    assert not config._forced
+
+
+def test_force_config_nests_and_survives_errors(dev: torch.device) -> None:
+    spec = all_kernels()["rms_norm"]
+    problem = spec.cases[0].problem
+    outer = {**spec.default_config(problem, device.current()), "programs_per_core": 4}
+    with config.force_config("rms_norm", outer):
+        with (
+            pytest.raises(ValueError, match="missing key"),
+            config.force_config("rms_norm", {}),
+        ):
+            spec.launch(**spec.make_inputs(problem, dev))
+        assert config.explain(spec, problem) == (outer, "forced")
+    assert config.explain(spec, problem)[1] != "forced"
+
+
+def test_missing_folder_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = all_kernels()["rms_norm"]
+    monkeypatch.setenv("TKERNELS_CONFIG_DIR", str(tmp_path / "tuend"))
+    config.reload()
+    try:
+        with pytest.warns(UserWarning, match=r"TKERNELS_CONFIG_DIR must be a .* got .*tuend"):
+            config.explain(spec, spec.cases[0].problem)
+    finally:
+        config.reload()
+
+
+def test_folder_in_place_of_a_file_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = all_kernels()["rms_norm"]
+    _path(tmp_path, spec).mkdir(parents=True)
+    monkeypatch.setenv("TKERNELS_CONFIG_DIR", str(tmp_path))
+    config.reload()
+    try:
+        with pytest.warns(UserWarning, match="expected a tuned-config file, got IsADirectory"):
+            config.explain(spec, spec.cases[0].problem)
+    finally:
+        config.reload()
+
+
+class _Emptied(dict[Any, Any]):
+    """A table that another thread empties at once."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+def test_plan_survives_a_table_emptied_meanwhile(dev: torch.device) -> None:
+    def make_plan(*given: Any, config: Config | None) -> Any:
+        return given[-1]
+
+    config._plans[make_plan] = _Emptied()
+    tensors = torch.randn(3, 8, device=dev), torch.ones(8, device=dev)
+    assert [config.planned(make_plan, None, tensors, n) for n in (1, 2, 1)] == [1, 2, 1]
+    config.reload()
 
 
 def _store(folder: Path, spec: KernelSpec, key: dict[str, Any], chosen: Config) -> None:

@@ -21,10 +21,11 @@ from typing import Any, TypeVar, cast
 import torch
 
 from tkernels import device
-from tkernels.registry import Config, KernelSpec, Problem
+from tkernels.registry import Config, KernelSpec, Problem, get
 
 SCHEMA = 1
 _MEMO_LIMIT = 4096  # plans remembered an operation; token counts vary without end
+_NEW = object()  # a plan may be None
 
 _P = TypeVar("_P")
 _forced: dict[str, Config] = {}
@@ -55,15 +56,15 @@ def planned(
         if latest is not None and latest[0] == key:
             return cast(_P, latest[1])
         plans = _plans.setdefault(make_plan, {})
-        new = key not in plans
+        plan = plans.get(key, _NEW)
     except (AttributeError, TypeError):  # neither tensors nor plain values: make_plan says which
         return make_plan(*tensors, *values, config=None)
-    if new:
+    if plan is _NEW:  # not read back below: another thread may empty the table meanwhile
         if len(plans) >= _MEMO_LIMIT:
             plans.clear()
-        plans[key] = make_plan(*tensors, *values, config=None)
-    _latest[make_plan] = key, plans[key]
-    return cast(_P, plans[key])
+        plan = plans[key] = make_plan(*tensors, *values, config=None)
+    _latest[make_plan] = key, plan
+    return cast(_P, plan)
 
 
 def _collector(count: int) -> Callable[..., tuple[Any, ...]]:
@@ -142,17 +143,26 @@ def why_unusable(spec: KernelSpec, config: Any, problem: Problem) -> str | None:
         return f"expected a dict, got {type(config).__name__}"
     if odd := [n for n, v in config.items() if not isinstance(v, int | str | bool)]:
         return f"{odd[0]} must be an int, a bool or a name, got {config[odd[0]]!r}"
-    known = set(spec.space(dev))
+    space = spec.space(dev)
+    known = set(space)
     if unknown := set(config) - known:
         return f"unknown key {', '.join(sorted(unknown))} (expected {', '.join(sorted(known))})"
     if missing := set(spec.default_config(problem, dev)) - set(config):
         return f"missing key {', '.join(sorted(missing))}"
+    for name, value in config.items():
+        kinds = {type(allowed).__name__: None for allowed in space[name]}
+        if type(value).__name__ not in kinds:
+            return f"{name} must be of type {' or '.join(kinds)}, got {value!r}"
+    # A grid below zero is no error to a launch: nothing runs.
+    if config.get("programs_per_core", 0) < 0:
+        return f"programs_per_core must be 0 or more, got {config['programs_per_core']}"
     return spec.why_illegal(config, problem, dev)
 
 
 @contextlib.contextmanager
 def force_config(kernel: str, config: Config) -> Iterator[None]:
-    """Every call of ``kernel`` inside the block uses ``config`` (tests and tuner)."""
+    """Every call of ``kernel`` inside the block, in any thread, uses ``config``."""
+    get(kernel)  # raises where there is no such kernel, which would force nothing
     before = _forced.get(kernel)
     _forced[kernel] = config
     try:
@@ -168,7 +178,11 @@ def config_folders() -> list[Path]:
     """Folders that hold ``<arch>/<kernel>.json``, first match first."""
     own = os.environ.get("TKERNELS_CONFIG_DIR")
     shipped = Path(__file__).parent / "configs"
-    return [Path(own), shipped] if own else [shipped]
+    if not own:
+        return [shipped]
+    if not os.path.isdir(own):
+        _warn_once(f"TKERNELS_CONFIG_DIR must be a readable folder, got {own!r}; left out")
+    return [Path(own), shipped]
 
 
 def reload() -> None:
@@ -181,7 +195,7 @@ def reload() -> None:
 
 @functools.cache
 def _entries(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
+    if not os.path.exists(path):
         return []
     try:
         stored = json.loads(path.read_text())
@@ -189,7 +203,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
             _warn_once(f"{path}: expected schema {SCHEMA}, got {stored['schema']}; left out")
             return []
         return [{"key": dict(e["key"]), "config": dict(e["config"])} for e in stored["entries"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         _warn_once(f"{path}: expected a tuned-config file, got {error!r}; left out")
         return []
 
