@@ -220,6 +220,14 @@ def test_first_llama_configs_have_no_theta() -> None:
         ({"rope_theta": -1.0}, "rope_theta must be a number > 0, got -1.0"),
         ({"hidden_size": None}, "a config without head_dim needs hidden_size"),
         ({"partial_rotary_factor": 0.05}, r"must be even and in \[2, head_dim\], got 64 \* 0.05"),
+        ({"head_dim": 64.5}, "head_dim must be a whole number, got 64.5"),
+        ({"rope_theta": float("inf")}, "rope_theta must be at most 1e[+]30, got inf"),
+        ({"rope_theta": 10**400}, "rope_theta must be at most 1e[+]30, got 1000"),
+        ({"rope_scaling": {"type": ["yarn"], "factor": 2.0}}, r"one of .*, got \['yarn'\]"),
+        (
+            {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "rope_theta must be above 1 for YaRN scaling, got 1.0",
+        ),
         ({"head_dim": 65}, r"must be even and in \[2, head_dim\], got 65 \* 1.0 = 65"),
         (
             {"max_position_embeddings": None, "rope_scaling": {"type": "yarn", "factor": 2.0}},
@@ -230,6 +238,12 @@ def test_first_llama_configs_have_no_theta() -> None:
 def test_errors(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"build_cos_sin_cache: .*{words}"):
         build_cos_sin_cache({**LLAMA, **change}, 4)
+
+
+@pytest.mark.parametrize("bad", [None, [], object()])
+def test_config_is_a_mapping(bad: Any) -> None:
+    with pytest.raises(TypeError, match=r"build_cos_sin_cache: hf_config must be a mapping"):
+        build_cos_sin_cache(bad, 4)
 
 
 @pytest.mark.parametrize("bad", [0, -3, True, 2.0])

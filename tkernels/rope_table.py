@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 _OP = "build_cos_sin_cache"
+_LARGEST = 1e30  # of any number in a config; fp32 ends at 3e38
 
 
 def build_cos_sin_cache(
@@ -40,8 +41,15 @@ def build_cos_sin_cache(
         second, both times the attention factor.
 
     Raises:
+        TypeError: ``hf_config`` is not a mapping.
         ValueError: an unknown scaling type, a missing or contradictory field, an odd rotary_dim.
     """
+    given: object = hf_config
+    if not isinstance(given, Mapping):
+        kind = type(given).__name__
+        raise TypeError(
+            f"{_OP}: hf_config must be a mapping (of a config object, its to_dict()), got {kind}"
+        )
     if isinstance(num_positions, bool) or not isinstance(num_positions, int) or num_positions < 1:
         raise ValueError(f"{_OP}: num_positions must be an int >= 1, got {num_positions!r}")
     fields = _rope_fields(hf_config)
@@ -84,7 +92,11 @@ def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_type(fields: Mapping[str, Any]) -> str:
-    names = {fields[key] for key in ("rope_type", "type") if fields.get(key) is not None}
+    given = [fields[key] for key in ("rope_type", "type") if fields.get(key) is not None]
+    for name in given:
+        if not isinstance(name, str):
+            raise ValueError(f"{_OP}: rope_type must be one of {', '.join(_TYPES)}, got {name!r}")
+    names = set(given)
     if len(names) > 1:
         raise ValueError(
             f"{_OP}: rope_type and type must agree, got {fields['rope_type']!r} and "
@@ -103,7 +115,7 @@ def _rope_type(fields: Mapping[str, Any]) -> str:
             f"{_OP}: positions must be one number a token, got mrope_section="
             f"{fields['mrope_section']!r} (multimodal RoPE)"
         )
-    return str(name)
+    return name
 
 
 def _number(
@@ -119,6 +131,8 @@ def _number(
 def _positive(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{_OP}: {name} must be a number > 0, got {value!r}")
+    if value > _LARGEST:  # JSON as Python reads it knows Infinity, and integers without end
+        raise ValueError(f"{_OP}: {name} must be at most {_LARGEST:g}, got {value!r}")
     return value
 
 
@@ -152,7 +166,9 @@ def _rotary_dim(config: Mapping[str, Any], fields: Mapping[str, Any]) -> int:
     if share is None:
         share = config.get("partial_rotary_factor")
     share = 1.0 if share is None else _positive("partial_rotary_factor", share)
-    rotary_dim = int(_positive("head_dim", head_dim) * share)
+    if int(_positive("head_dim", head_dim)) != head_dim:
+        raise ValueError(f"{_OP}: head_dim must be a whole number, got {head_dim!r}")
+    rotary_dim = int(head_dim * share)
     if rotary_dim < 2 or rotary_dim % 2 or share > 1:
         raise ValueError(
             f"{_OP}: rotary_dim = head_dim * partial_rotary_factor must be even and in "
@@ -213,6 +229,8 @@ def _dynamic(
 def _yarn(
     config: Mapping[str, Any], fields: Mapping[str, Any], base: float, rotary_dim: int, length: int
 ) -> _Frequencies:
+    if not base > 1:
+        raise ValueError(f"{_OP}: rope_theta must be above 1 for YaRN scaling, got {base}")
     original = _original_max(config, fields, "YaRN scaling")
     if "factor" in fields and fields["factor"] is None:  # null: as long as the config says
         factor = _max_positions(config, "YaRN scaling") / original
