@@ -12,11 +12,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import tkernels
 from tkernels import device
-from tkernels.registry import KernelSpec, all_kernels
+from tkernels.registry import KernelSpec, all_kernels, get
 from tkernels.testing import clone_inputs, tensors_of
 
 SPECS = list(all_kernels().values())
@@ -254,6 +256,44 @@ def test_missing_argument_is_a_type_error(spec: KernelSpec, dev: torch.device) -
             fewer = {n: v for n, v in inputs.items() if n != name}
             with pytest.raises(TypeError, match=name):
                 spec.launch(**fewer)
+
+
+def _sparse(t: torch.Tensor) -> torch.Tensor:
+    return t.to_sparse_csr()
+
+
+def test_sparse_is_refused(dev: torch.device) -> None:
+    weight = torch.ones(8, device=dev)
+    with pytest.raises(ValueError, match=r"^rms_norm: x must be dense, got float32 \[8, 8\] of"):
+        tkernels.rms_norm(_sparse(torch.eye(8, device=dev)), weight)
+
+
+def test_described_in_one_short_line(dev: torch.device) -> None:
+    for value in (np.ones((40, 40)), list(range(1000)), "two\nlines"):
+        with pytest.raises(TypeError, match=r"^rms_norm: x must be a tensor, got [^\n]{1,110}$"):
+            tkernels.rms_norm(value, torch.ones(8, device=dev))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "first", "second"),
+    [
+        ("fused_add_rms_norm", "out", "residual_out"),
+        ("rope", "q_out", "k_out"),
+        ("fused_qk_norm_rope", "q_out", "k_out"),
+        ("append_paged_kv", "k_cache", "v_cache"),
+    ],
+)
+def test_one_tensor_cannot_hold_two_results(
+    kernel: str, first: str, second: str, dev: torch.device
+) -> None:
+    spec = get(kernel)
+    inputs = inputs_of(spec, dev)
+    if kernel == "rope":  # as many k heads as q heads, or the shapes say it
+        inputs = {**inputs, "k": inputs["q"].clone()}
+    inputs[second] = inputs[first]
+    assert refusal(spec, inputs) == (
+        f"{kernel}: {second} must be another tensor than {first}, got one for both"
+    )
 
 
 # ---- sizes of zero -------------------------------------------------------------------------------

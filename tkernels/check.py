@@ -26,13 +26,17 @@ def describe(value: object) -> str:
     """``int64 [4, 9]`` for a tensor, ``'x' (str)`` style for anything else."""
     if isinstance(value, torch.Tensor):
         return f"{_short(value.dtype)} {list(value.shape)}"
-    return f"{value!r} ({type(value).__name__})"
+    text = " ".join(repr(value).split())  # an array's takes several lines
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
 
 
 def check_tensor(op: str, name: str, t: torch.Tensor) -> None:
     """``t`` is a tensor that a kernel launched now can reach."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {describe(t)}")
+    if t.layout is not torch.strided:
+        layout = str(t.layout).removeprefix("torch.")
+        raise ValueError(f"{op}: {name} must be dense, got {describe(t)} of layout {layout}")
     if t.device.type != device.tensor_device().type:
         raise ValueError(
             f"{op}: {name} must be on device type {device.tensor_device().type!r}, "
@@ -82,6 +86,11 @@ def check_no_overlap(op: str, name: str, t: torch.Tensor) -> None:
             f"{op}: {name} must not repeat memory (a stride of 0), "
             f"got strides {list(t.stride())} for shape {list(t.shape)}"
         )
+
+
+def one_for_both(op: str, name: str, other: str) -> ValueError:
+    """The error where ``name`` and ``other`` are one tensor, and one result would be lost."""
+    return ValueError(f"{op}: {name} must be another tensor than {other}, got one for both")
 
 
 def check_positive(op: str, name: str, value: float) -> None:

@@ -57,7 +57,8 @@ def planned(
             return cast(_P, latest[1])
         plans = _plans.setdefault(make_plan, {})
         plan = plans.get(key, _NEW)
-    except (AttributeError, TypeError):  # neither tensors nor plain values: make_plan says which
+    except (AttributeError, TypeError, RuntimeError):
+        # Not dense tensors and plain values: make_plan says which is not.
         return make_plan(*tensors, *values, config=None)
     if plan is _NEW:  # not read back below: another thread may empty the table meanwhile
         if len(plans) >= _MEMO_LIMIT:

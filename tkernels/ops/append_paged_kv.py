@@ -170,6 +170,8 @@ def append_paged_kv(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
     """
+    if k_cache is v_cache:
+        raise check.one_for_both("append_paged_kv", "v_cache", "k_cache")
     plan = planned(_plan, config, (k, v, k_cache, v_cache, slot_mapping))
     if check.DEBUG:
         _check_slots(slot_mapping, k_cache.shape[0] * k_cache.shape[1])

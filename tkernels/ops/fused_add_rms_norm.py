@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tkernels import rows
-from tkernels.check import check_positive, new_output
+from tkernels.check import check_positive, new_output, one_for_both
 from tkernels.config import planned
 from tkernels.device import Device, tl, triton
 from tkernels.registry import Config, Cost, KernelSpec, Problem, op, register
@@ -186,6 +186,8 @@ def fused_add_rms_norm(
         out = new_output("fused_add_rms_norm", x)
     if residual_out is None:
         residual_out = new_output("fused_add_rms_norm", x)
+    if out is residual_out:
+        raise one_for_both("fused_add_rms_norm", "residual_out", "out")
     plan = planned(_plan, config, (x, residual, weight, out, residual_out), eps)
     if plan is not None:
         launch, numbers = plan

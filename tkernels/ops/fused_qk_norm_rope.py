@@ -31,7 +31,14 @@ from tkernels.check import (
 from tkernels.config import planned
 from tkernels.device import Device, tl, triton
 from tkernels.ops.rms_norm import rms_norm
-from tkernels.ops.rope import load_factors, load_pairs, rope, rotate_ref, store_rotated
+from tkernels.ops.rope import (
+    factors_ref,
+    load_factors,
+    load_pairs,
+    rope,
+    rotate_ref,
+    store_rotated,
+)
 from tkernels.registry import Config, Cost, KernelSpec, Problem, op, register
 
 
@@ -53,7 +60,7 @@ def fused_qk_norm_rope_ref(
     """PyTorch version of ``fused_qk_norm_rope``: fp32 inside, rounded once."""
     # Not len(), which would fix a symbolic size under torch.compile.
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, q_weight.shape[0])
-    factors = cos_sin_cache[positions]
+    factors = factors_ref(cos_sin_cache, positions)
 
     def turned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         x32 = x.float()
@@ -236,6 +243,8 @@ def fused_qk_norm_rope(
         q_out = _new_heads(qkv, q_weight, "num_heads", num_heads)
     if k_out is None:
         k_out = _new_heads(qkv, q_weight, "num_kv_heads", num_kv_heads)
+    if q_out is k_out:
+        raise check.one_for_both("fused_qk_norm_rope", "k_out", "q_out")
     plan = planned(
         _plan,
         config,

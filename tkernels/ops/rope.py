@@ -40,13 +40,18 @@ def rope_ref(
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """PyTorch version of ``rope``: fp32 inside, rounded once."""
-    factors = cos_sin_cache[positions]
+    factors = factors_ref(cos_sin_cache, positions)
     q_rotated = rotate_ref(q.float(), factors, interleaved)
     k_rotated = rotate_ref(k.float(), factors, interleaved)
     return (
         q_rotated.to(q.dtype) if q_out is None else q_out.copy_(q_rotated),
         k_rotated.to(k.dtype) if k_out is None else k_out.copy_(k_rotated),
     )
+
+
+def factors_ref(cos_sin_cache: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rows of the table, [T, rotary_dim]; out of range the nearest, as in the kernel."""
+    return cos_sin_cache[positions.clamp(0, cos_sin_cache.shape[0] - 1)]
 
 
 def rotate_ref(x: torch.Tensor, factors: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -265,6 +270,8 @@ def rope(
     """
     q_out = rotary.new_like("rope", "q", q) if q_out is None else q_out
     k_out = rotary.new_like("rope", "k", k) if k_out is None else k_out
+    if q_out is k_out:
+        raise check.one_for_both("rope", "k_out", "q_out")
     untouched = q_out is q and k_out is k
     plan = planned(
         _plan, config, (q, k, cos_sin_cache, positions, q_out, k_out), interleaved, untouched
