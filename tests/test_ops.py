@@ -10,6 +10,7 @@ import torch
 import tkernels
 from tkernels import config, device
 from tkernels.registry import Case, KernelSpec, all_kernels
+from tkernels.rows import ROW_FIELDS, row_layout
 from tkernels.testing import assert_close, assert_right, clone_inputs, guarded, tensors_of
 
 TESTED = [
@@ -226,6 +227,44 @@ def shifted(value: torch.Tensor) -> torch.Tensor:
     span = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
     buffer = torch.zeros(span + 1, dtype=value.dtype, device=value.device)
     return buffer.as_strided(value.shape, value.stride(), 1).copy_(value)
+
+
+ROW_WISE = [s for s in all_kernels().values() if s.problem_fields == ROW_FIELDS]
+
+
+@pytest.mark.parametrize("spec", ROW_WISE, ids=lambda s: s.name)
+@pytest.mark.parametrize("levels", [1, 2])
+def test_rows_past_2_31_elements(spec: KernelSpec, levels: int, dev: torch.device) -> None:
+    """Row numbers and strides fit 32 bits, their products do not. Few pages are ever touched."""
+    problem = {**spec.cases[0].problem, "n_outer": 1, "n_inner": 3 * levels, "n_cols": 32}
+    problem["dtype"] = torch.float16
+    plain = spec.make_inputs(problem, dev)
+    memory = torch.empty(2**31 + 4096, dtype=torch.float16, device=dev)
+    shape, strides = ((3,), (2**30,)) if levels == 1 else ((3, 2), (2**30, 100))
+
+    def far(value: torch.Tensor, place: int) -> torch.Tensor:
+        n = value.shape[-1]
+        return memory.as_strided((*shape, n), (*strides, 1), 500 * place).copy_(
+            value.view(*shape, n)
+        )
+
+    inputs = {
+        n: far(v, i) if getattr(v, "ndim", 0) == 2 else v for i, (n, v) in enumerate(plain.items())
+    }
+    results = tensors_of(spec.reference(**plain))
+    outs = {
+        n: far(torch.zeros_like(r), 4 + i)
+        for i, (n, r) in enumerate(zip(spec.outputs, results, strict=True))
+    }
+    got = run(spec, inputs, **outs)
+    assert_right(spec, plain, [g.reshape(r.shape) for g, r in zip(got, results, strict=True)])
+
+
+def test_more_rows_than_a_kernel_counts_are_refused() -> None:
+    for shape in ((2**31, 4), (2**16, 2**15, 4), (1, 2**31)):
+        x = torch.empty(shape, device="meta")
+        with pytest.raises(ValueError, match=r"^norm: x must have at most 2147418112 rows and col"):
+            row_layout("norm", ["x"], [x])
 
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch, dev: torch.device) -> None:

@@ -69,6 +69,13 @@ def row_layout(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor]) -
     All tensors have the same leading shape. Raises where no split into two row levels fits.
     """
     shape = tensors[0].shape[:-1]
+    # Kernels count the rows of one level, and columns, in 32 bits; a tile may end behind the last.
+    most = 2**31 - 2**16
+    if math.prod(shape) > most or tensors[0].shape[-1] > most:
+        raise ValueError(
+            f"{op}: {names[0]} must have at most {most} rows and columns, got "
+            f"{describe(tensors[0])}"
+        )
     if not shape:
         return (1, 1, *(0 for _ in tensors for _ in (0, 1)))
     if len(shape) == 1:
