@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import subprocess
 import sys
@@ -249,6 +250,16 @@ class _FakeKernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         self.grids.append(grid)
         return lambda *args: self.short_way.append(args)
+
+
+@pytest.mark.skipif(device.KIND != "cpu", reason="the interpreter's launches, not a device's")
+def test_threads_may_call_at_once() -> None:
+    """Triton's interpreter keeps its state in globals, so launches on it take turns."""
+    x, weight = torch.randn(9, 16), torch.rand(16)
+    expected = tkernels.rms_norm(x, weight)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        results = [pool.submit(tkernels.rms_norm, x, weight) for _ in range(40)]
+        assert all(torch.equal(result.result(), expected) for result in results)
 
 
 def test_relaunching_starts_the_compiled_kernel_for_aligned_pointers_only() -> None:

@@ -1,5 +1,8 @@
 """tkernels: Triton kernels for Qwen3-class models on NVIDIA GPUs and Ascend NPUs.
 
+Inference only: no operation has a backward pass, and an eager result does not require a gradient,
+whatever its arguments do.
+
 Import it before triton on a machine without an accelerator (see ``tkernels.device``).
 """
 

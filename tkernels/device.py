@@ -21,6 +21,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -154,7 +155,7 @@ def offline_facts(arch: str) -> Device:
     """``Device`` of an architecture folder name such as ``sm90`` or ``ascend910b``."""
     if arch == "ascend910b":
         return ascend_facts()
-    if arch.startswith("sm") and arch[2:].isdigit():
+    if arch.startswith("sm") and arch[2:].isdecimal():
         return sm_facts(int(arch[2:]))
     raise UnsupportedError(
         f"tkernels: expected an architecture like sm90 or ascend910b, got {arch!r}"
@@ -374,9 +375,20 @@ def bind(kernel: Kernel, grid: tuple[int, ...], **kwargs: Any) -> Callable[..., 
     from call to call, but not in dtype or device.
     """
     first = functools.partial(kernel.run, grid=grid, warmup=False, **kwargs)
+    if KIND == "cpu":
+        return functools.partial(_one_at_a_time, first)
     if KIND != "cuda" or _COMPILE_ARCH:
         return first
     return relaunching(kernel, grid, kwargs, first)
+
+
+# Triton's interpreter keeps the running program's number, and patches triton.language, globally.
+_interpreter = threading.RLock()
+
+
+def _one_at_a_time(launch: Callable[..., Any], *args: Any) -> None:
+    with _interpreter:
+        launch(*args)
 
 
 def relaunching(
