@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tkernels import config, device
+from tkernels import device
 from tkernels.registry import KernelSpec, all_kernels, get
 
 EXAMPLES = """examples:
@@ -24,7 +24,7 @@ process: one that crashes the device ends the run.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code (2 for a refused request)."""
+    """Run the command; returns the exit code (2 for a refused request, 130 for Ctrl-C)."""
     parser = argparse.ArgumentParser(
         prog="python -m autotune",
         description="Search for the fastest right config of a kernel on this device.",
@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, device.UnsupportedError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("autotune: stopped; what was exported by then is kept", file=sys.stderr)
+        return 130
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -63,6 +66,10 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError(
             "autotune: expected optuna to be installed, got none; pip install 'tkernels[tune]'"
         )
+    if options.export is not None:
+        from autotune import export
+
+        export.check_writable(options.export, [spec.name for spec in specs])
     wrong = sum(_tune_kernel(spec, options) for spec in specs)
     return 1 if wrong else 0
 
@@ -71,7 +78,7 @@ def _tune_kernel(spec: KernelSpec, options: argparse.Namespace) -> int:
     """Tune all chosen cases of a kernel; returns how many configs computed wrong values."""
     from autotune import export, search
 
-    outcomes = []
+    wrong = 0
     cases = [c for c in search.bench_cases(spec) if options.case in c.name]
     if not cases:
         names = ", ".join(c.name for c in search.bench_cases(spec))
@@ -84,7 +91,7 @@ def _tune_kernel(spec: KernelSpec, options: argparse.Namespace) -> int:
             seed=options.seed,
             said=lambda line: print(line, file=sys.stderr),
         )
-        outcomes.append(outcome)
+        wrong += len(outcome.tally.wrong)
         if options.json:
             row = {"kernel": spec.name, **dataclasses.asdict(outcome)}
             print(json.dumps(row), flush=True)
@@ -97,11 +104,12 @@ def _tune_kernel(spec: KernelSpec, options: argparse.Namespace) -> int:
                 f"{len(tally.wrong)} wrong) {outcome.config}",
                 flush=True,
             )
-    if options.export is not None:
-        path = export.write(options.export, spec.name, outcomes)
-        print(f"wrote {path}", file=sys.stderr)
-        config.reload()
-    return sum(len(outcome.tally.wrong) for outcome in outcomes)
+        if options.export is not None:  # case by case, so that a later crash loses one at most
+            path = export.write(options.export, spec.name, [outcome])
+            print(f"wrote {path}", file=sys.stderr)
+        if outcome.tally.stopped:
+            raise KeyboardInterrupt
+    return wrong
 
 
 if __name__ == "__main__":

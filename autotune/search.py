@@ -31,6 +31,7 @@ class Tally:
     illegal: int = 0
     failed: int = 0
     wrong: list[str] = dataclasses.field(default_factory=list)
+    stopped: bool = False  # by Ctrl-C: the caller should not go on to the next problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,7 @@ def tune(
     try:
         study.optimize(objective, n_trials=50 * trials, callbacks=[limit])
     except KeyboardInterrupt:
+        tally.stopped = True
         said(f"{spec.name} {case.name}: stopped after {tally.measured} configs")
     ranked = sorted((ms, label) for label, ms in seen.items() if ms < float("inf"))
     best = json.loads(ranked[0][1]) if ranked else default

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import re
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,78 @@ def test_refusals(arguments: list[str], words: str, capsys: pytest.CaptureFixtur
     assert main(arguments) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.search(words, last), last
+
+
+def _outcome(n_cols: int) -> search.Outcome:
+    key = {**SPEC.tuning_key(CASE.problem), "n_cols": n_cols}
+    default = SPEC.default_config(CASE.problem, device.current())
+    return search.Outcome(CASE.name, key, default, 0.5, 1.0, search.Tally(measured=3))
+
+
+def _export(folder: Path, n_cols: int) -> None:
+    export.write(folder, SPEC.name, [_outcome(n_cols)])
+
+
+def test_processes_that_export_at_once_keep_each_others_entries(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_export, args=(tmp_path, n)) for n in range(16)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    [path] = tmp_path.rglob("*.json")
+    stored = json.loads(path.read_text())["entries"]
+    assert sorted(e["key"]["n_cols"] for e in stored) == list(range(16))
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "must be a tuned file"),
+        ("[]", "must be a tuned file"),
+        ("{}", "must be a tuned file"),
+        ('{"schema": 9, "entries": []}', "must have schema 1, got 9"),
+    ],
+)
+def test_a_file_that_is_not_tuned_is_not_overwritten(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / device.current().arch / f"{SPEC.name}.json"
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"^autotune: .*{words}"):
+        export.check_writable(tmp_path, [SPEC.name])
+    with pytest.raises(ValueError, match=f"^autotune: .*{words}"):
+        _export(tmp_path, 1)
+    assert path.read_text() == text
+
+
+def test_export_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--export must be a writable folder, got .*Not a dir"):
+        export.check_writable(tmp_path / "file", [SPEC.name])
+    with pytest.raises(ValueError, match=r"--export must be a writable folder, got .*Not a dir"):
+        _export(tmp_path / "file", 1)
+
+
+def test_interrupt_ends_all_cases_and_keeps_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = 0
+
+    def measure(*args: Any) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        args[3].measured += 1
+        return float(calls)
+
+    monkeypatch.setattr(search, "_measure", measure)
+    assert main(["--kernel", "rms_norm", "--trials", "5"]) == 130
+    printed = capsys.readouterr()
+    assert printed.out.count("rms_norm ") == 1  # the first case alone, with two configs
+    assert "2 measured" in printed.out
+    assert "stopped after 2 configs" in printed.err
 
 
 @pytest.mark.skipif(device.KIND != "cpu", reason="the interpreter's refusal, not a device's")
