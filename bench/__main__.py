@@ -73,6 +73,9 @@ def _bench(args: argparse.Namespace) -> int:
     old = rows.load(args.compare) if args.compare else None
     if args.plot:
         report.check_plot()
+        rows.check_writable(args.plot)
+    if args.json and args.json != "-":
+        rows.check_writable(Path(args.json))
     if args.readme and not (args.save or args.source or args.json or args.compare or args.plot):
         report.update_readme()
         return 0

@@ -101,6 +101,15 @@ def _row(entry: Any) -> Row:
     for name in ("ms", "p20", "p80", "gbps", "tflops", "roof_share"):
         if not isinstance(getattr(row, name), int | float):
             raise TypeError(f"{name} of a row is {getattr(row, name)!r}, not a number")
+    if not row.ms > 0:
+        raise ValueError(f"ms of a row is {row.ms!r}, not above 0")
+    for name in ("kernel", "case", "provider", "method", "cache", "best_peer", "device", "arch"):
+        if not isinstance(getattr(row, name), str):
+            raise TypeError(f"{name} of a row is {getattr(row, name)!r}, not a text")
+    if row.ratio is not None and not isinstance(row.ratio, int | float):
+        raise TypeError(f"ratio of a row is {row.ratio!r}, not a number")
+    if row.config is not None and not isinstance(row.config, dict):
+        raise TypeError(f"config of a row is {row.config!r}, not a mapping")
     return row
 
 
@@ -119,6 +128,18 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         Path(temporary).unlink(missing_ok=True)
         raise UsageError(f"bench: {path} must be a writable file, got: {error.strerror}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Raise now, before minutes are spent on measuring, what writing ``path`` would raise."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UsageError(f"bench: {path} must be a writable file, got: {error.strerror}") from None
+    if path.is_dir():
+        raise UsageError(f"bench: {path} must be a writable file, got: a folder")
 
 
 def check_savable(archs: Iterable[str]) -> None:

@@ -136,6 +136,11 @@ def test_list_names_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
         (["--from", "rows.json", "--case", "7x7"], "must hold a row that was asked for"),
         (["--from", "rows.json", "--hot"], "--from must stand without"),
         (["--from", "rows.json", "--json", "text.json/x.json"], "must be a writable file"),
+        (["--json", "text.json/x.json"], "must be a writable file"),
+        (["--json", "."], "must be a writable file, got: a folder"),
+        (["--plot", "text.json/x.png"], "must be a writable file"),
+        (["--from", "rows.json", "--compare", "zero.json"], "ms of a row is 0.0, not above 0"),
+        (["--from", "number.json"], "device of a row is 5, not a text"),
         (["--from", "interpret.json", "--save"], "--save must be given measurements of"),
         (["host", "--kernel", "ropes"], "kernel must be one of"),
     ],
@@ -150,6 +155,8 @@ def test_refusals_are_one_sentence(
     monkeypatch.chdir(tmp_path)
     document_file(tmp_path / "rows.json", row())
     document_file(tmp_path / "interpret.json", row(arch="interpret"))
+    document_file(tmp_path / "zero.json", row(ms=0.0))
+    document_file(tmp_path / "number.json", row(device=5))
     (tmp_path / "text.json").write_text('{"schema": 1, "roof": {}, "rows": [{"kernel": 1}]}')
     (tmp_path / "old.json").write_text('{"schema": 0, "roof": {}, "rows": []}')
     assert main(argv) == 2
