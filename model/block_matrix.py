@@ -14,6 +14,7 @@ and a quarter of their bytes is read. Many tokens at once are faster with dequan
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,16 +78,10 @@ class BlockMatrix:
             return x @ self.values().t()
         n, k = self.shape
         chunks, groups, width = self.scale.shape
-        weights = x[:, None].expand(-1, chunks, -1).reshape(-1)  # [T * C * K]
-        rows = torch.arange(chunks * k, dtype=torch.int32)
+        weights = (x if chunks == 1 else x.repeat(1, chunks)).view(-1)  # [T * C * K]
+        rows, bags = _all_rows(chunks * k, len(x))
         sums: torch.Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
-            self.table,
-            rows if len(x) == 1 else rows.repeat(len(x)),
-            torch.arange(0, len(weights), GROUP, dtype=torch.int32),
-            False,
-            0,  # sum
-            False,
-            weights,
+            self.table, rows, bags, per_sample_weights=weights
         ).view(len(x), chunks, groups, width)  # P
         sums.mul_(self.scale)
         if self.low is not None:
@@ -110,6 +105,13 @@ class BlockMatrix:
         if self.low is not None:
             values.add_(self.low[chunk, :, column][..., None])
         return values.view(len(ids), -1)
+
+
+@functools.lru_cache(maxsize=64)  # a network has few shapes
+def _all_rows(count: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every row of a table, once a token, and where each bag of 32 begins: int32."""
+    rows = torch.arange(count, dtype=torch.int32).repeat(tokens)
+    return rows, torch.arange(0, count * tokens, GROUP, dtype=torch.int32)
 
 
 Matrix = torch.Tensor | BlockMatrix  # [out, in]

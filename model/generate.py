@@ -186,7 +186,8 @@ def _run(args: argparse.Namespace) -> int:
 
     import tkernels
     from model.checkpoint import default_path, open_checkpoint
-    from model.loop import Limits, check_prompt, generate, weight_bytes
+    from model.loop import Limits, check_prompt, generate
+    from model.threads import step_threads
     from model.weights import load_model
 
     device = tkernels.device.tensor_device()
@@ -220,12 +221,12 @@ def _run(args: argparse.Namespace) -> int:
             on_text=_print_piece if streaming else None,
             on_done=advance,
         )
-    stats = statistics(times, load_s, weight_bytes(network)) | {
+    stats = statistics(times, load_s, network.bytes_per_step) | {
         "peak_memory_bytes": tkernels.device.memory_peak(),
         "kernels": kernels,
         "dtype": dtype,
         "device": tkernels.device.current().name if kernels == "triton" else device.type,
-        "threads": torch.get_num_threads(),
+        "threads": step_threads(network, 1),
     }
     _print_replies(replies, prompts, stats, args.json, streaming)
     print(_summary(stats), file=sys.stderr)

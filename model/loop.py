@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from model.kv_cache import BLOCK_SIZE, SequenceState
-from model.qwen3 import Linear, Model
+from model.qwen3 import Model
 from model.runner import Runner
 from model.sampler import SamplingParams, new_generator, sample
+from model.threads import cpu_threads
 from model.tokenizer import Detokenizer
 
 
@@ -95,12 +96,13 @@ def generate(
 
     def step(running: list[_Running], logits: torch.Tensor) -> list[_Running]:
         """Sample a token for each sequence; those that go on."""
-        tokens = sample(
-            logits,
-            params,
-            [r.sequence.token_ids for r in running],
-            [r.generator for r in running],
-        )
+        with cpu_threads(1):  # one row of the vocabulary is little work
+            tokens = sample(
+                logits,
+                params,
+                [r.sequence.token_ids for r in running],
+                [r.generator for r in running],
+            )
         if times.first_token_s is None:
             times.first_token_s = time.perf_counter() - started
         going = []
@@ -175,13 +177,3 @@ class _Running:
         if reason:
             self.reply.finish_reason = reason
         return not reason
-
-
-def weight_bytes(model: Model) -> int:
-    """Bytes of parameters that one decode step reads: all but an embedding table of its own."""
-    total = model.norm.nbytes + model.lm_head.weight.nbytes
-    for layer in model.layers:
-        for value in vars(layer).values():
-            parts = (value.weight, value.bias) if isinstance(value, Linear) else (value,)
-            total += sum(part.nbytes for part in parts if part is not None)
-    return total

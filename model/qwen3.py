@@ -59,6 +59,16 @@ class Model:
     norm: Tensor  # [H]
     lm_head: Linear  # [V, H]; the same tensor as embed_tokens where the config ties them
 
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes of parameters that a decode step reads: all but an embedding table of its own."""
+        total = self.norm.nbytes + self.lm_head.weight.nbytes
+        for layer in self.layers:
+            for value in vars(layer).values():
+                parts = (value.weight, value.bias) if isinstance(value, Linear) else (value,)
+                total += sum(part.nbytes for part in parts if part is not None)
+        return total
+
 
 def forward(
     model: Model,

@@ -14,6 +14,7 @@ from model.kv_cache import (
     build_metadata,
 )
 from model.qwen3 import Model, forward
+from model.threads import cpu_threads, step_threads
 from tkernels import build_cos_sin_cache
 
 
@@ -68,16 +69,17 @@ class Runner:
             self.blocks.grow(s.block_ids, len(s.token_ids))
         meta = build_metadata(sequences, self.device)
         ids, positions = self._inputs(sequences)
-        logits = forward(
-            self.model,
-            self.ops,
-            ids,
-            positions,
-            self.cos_sin_cache,
-            self.cache,
-            meta,
-            all_logits=all_logits,
-        )
+        with cpu_threads(step_threads(self.model, len(ids))):
+            logits = forward(
+                self.model,
+                self.ops,
+                ids,
+                positions,
+                self.cos_sin_cache,
+                self.cache,
+                meta,
+                all_logits=all_logits,
+            )
         for s in sequences:
             s.num_computed = len(s.token_ids)
         return logits

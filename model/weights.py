@@ -6,8 +6,6 @@ not finite is refused as it is read.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +15,7 @@ from model.block_matrix import BlockMatrix, Matrix
 from model.config import ModelConfig
 from model.qwen3 import Layer, Linear, Model
 from model.sources import Source
+from model.threads import cpu_threads
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def load_model(
     def read(table: dict[str, Parameter]) -> dict[str, Matrix]:
         return {name: _read(p, source, dtype, device) for name, p in table.items()}
 
-    with _one_thread():
+    with cpu_threads(1):  # small tensors: threads would wait for each other more than they work
         top = read(outer)
         _check_tie(config, source, top["embed_tokens"])
         return Model(
@@ -130,17 +129,6 @@ def _layer(p: dict[str, Matrix]) -> Layer:
 def _vector(parameter: Matrix) -> torch.Tensor:
     assert isinstance(parameter, torch.Tensor)  # only matrices are kept in blocks
     return parameter
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Small tensors are converted faster by one thread than by several that wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def empty_matrix(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
