@@ -16,6 +16,7 @@ import torch
 import tkernels
 from tkernels import device, reference
 from tkernels.registry import Case, KernelSpec, all_kernels, get, op, register
+from tkernels.testing import tensors_of
 
 OPS = Path(tkernels.__file__).parent / "ops"
 FILES = sorted(path for path in OPS.glob("*.py") if path.stem != "__init__")
@@ -202,6 +203,27 @@ def test_cost_is_positive(spec: KernelSpec) -> None:
         # A pure copy computes nothing, and a case may have zero rows; a timed one moves bytes.
         assert cost.flops >= 0
         assert cost.bytes > 0 or (cost.bytes == 0 and "bench" not in case.tags), case.name
+
+
+@each_spec
+def test_cost_counts_the_bytes_that_must_move(spec: KernelSpec, dev: torch.device) -> None:
+    """Each argument read once and each result written once; of a table, a row a token."""
+    for case in (c for c in spec.cases if c.tags & {"smoke", "edge"}):
+        inputs = spec.make_inputs(case.problem, dev)
+        tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor)}
+        moved = {n: v.nbytes for n, v in tensors.items() if n not in spec.mutates}
+        if "cos_sin_cache" in tensors:
+            moved["cos_sin_cache"] = len(tensors["positions"]) * tensors["cos_sin_cache"][0].nbytes
+        if "qkv" in tensors:  # v is not read
+            hq, hk = inputs["num_heads"], inputs["num_kv_heads"]
+            moved["qkv"] = moved["qkv"] * (hq + hk) // (hq + 2 * hk)
+        if "slot_mapping" in tensors:  # skipped tokens and the width of a slot are not known
+            moved["slot_mapping"] = 8 * len(tensors["slot_mapping"])
+            moved["written"] = tensors["k"].nbytes + tensors["v"].nbytes
+        results = spec.reference(**inputs)
+        for i, result in enumerate(tensors_of(results)):
+            moved[f"result {i}"] = result.nbytes
+        assert spec.cost(case.problem).bytes == sum(moved.values()), (case.name, moved)
 
 
 @each_spec

@@ -192,13 +192,19 @@ def test_addresses_past_2_31_elements(index: torch.dtype, dev: torch.device) -> 
     if dev.type != "cpu":
         pytest.skip("a pool of this size is really allocated on a device: see the next test")
     stride = 2**30
-    memory = torch.empty(2 * stride + 4096, dtype=torch.float16)
+    memory = torch.empty(3 * stride + 8192, dtype=torch.float16)
     shape, strides = (3, 2, 2, 32), (stride, 128, 64, 1)
     k_cache = memory.as_strided(shape, strides)
     v_cache = memory.as_strided(shape, strides, storage_offset=2048)
     for cache in (k_cache, v_cache):
         cache.fill_(-1.0)
-    k, v = torch.randn(2, 4, 2, 32).half()
+    # Tokens lie as far apart, in the same memory.
+    k, v = (
+        memory.as_strided((4, 2, 32), (stride, 64, 1), storage_offset=offset).copy_(
+            torch.randn(4, 2, 32)
+        )
+        for offset in (4096, 6144)
+    )
     slots = torch.tensor([5, 4, -1, 1], dtype=index)
     tkernels.append_paged_kv(k, v, k_cache, v_cache, slots)
     for cache, new in ((k_cache, k), (v_cache, v)):

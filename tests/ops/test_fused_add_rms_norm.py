@@ -184,3 +184,12 @@ def test_output_that_repeats_memory_is_refused(name: str, dev: torch.device) -> 
     repeated = torch.empty(N_COLS, device=dev).expand(3, N_COLS)
     with pytest.raises(ValueError, match=rf"^fused_add_rms_norm: {name} must not repeat memory"):
         tkernels.fused_add_rms_norm(x, residual, weight, **{name: repeated})
+
+
+@each_tile
+def test_eps_is_added_to_the_mean_square(tile: Config, dev: torch.device) -> None:
+    x = torch.full((4, N_COLS), 5e-4, device=dev)
+    got = tkernels.fused_add_rms_norm(
+        x, x, torch.ones(N_COLS, device=dev), eps=3e-6, config=tiled(tile)
+    )[0]
+    torch.testing.assert_close(got, torch.full_like(got, 0.5))  # 1e-3 / sqrt(1e-6 + 3e-6)

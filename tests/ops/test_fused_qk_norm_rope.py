@@ -239,6 +239,24 @@ def test_errors(dev: torch.device, change: dict[str, Any], words: str) -> None:
         fused_qk_norm_rope(**{**inputs(dev), **change})
 
 
+@pytest.mark.parametrize("far_axis", [0, 1])
+def test_offsets_past_2_to_the_31(dev: torch.device, far_axis: int) -> None:
+    """Tokens (and heads of the results) 2^30 elements apart: only products need 64 bits."""
+    x = inputs(dev, tokens=3, hk=3)
+    expected = fused_qk_norm_rope(**x)
+    far = 2**30 + 256
+    memory = torch.empty(2 * far + 4096, dtype=BF16, device=dev)
+    qkv = memory.as_strided(x["qkv"].shape, (far, 1), 2048)
+    qkv.copy_(x["qkv"])
+    outs = [
+        memory.as_strided(e.shape, (far, 64, 1) if far_axis == 0 else (64, far, 1), 256 * place)
+        for place, e in enumerate(expected)
+    ]
+    fused_qk_norm_rope(**{**x, "qkv": qkv}, q_out=outs[0], k_out=outs[1])
+    for out, e in zip(outs, expected, strict=True):
+        assert torch.equal(out, e)
+
+
 def test_positions_out_of_range(dev: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs(dev)
     x["positions"][2] = 1000

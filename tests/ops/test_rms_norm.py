@@ -11,7 +11,7 @@ import tkernels
 from tkernels import device
 from tkernels.ops.rms_norm import SPEC
 from tkernels.registry import Config
-from tkernels.rows import row_problem
+from tkernels.rows import row_layout, row_problem
 from tkernels.testing import assert_close, assert_right, guarded
 
 # (columns, launch config changes): a row in one tile, and a row in several column blocks.
@@ -102,6 +102,16 @@ def test_heads_of_a_packed_projection(dev: torch.device) -> None:
         qkv.copy_(before)
 
 
+def test_rows_collapse_to_as_few_levels_as_their_strides_allow() -> None:
+    x = torch.empty(2, 3, 5, 8)
+    assert row_layout("norm", ["x"], [x]) == (1, 30, 0, 8)
+    assert row_layout("norm", ["x"], [x.expand(2, 3, 5, 8)[:, :, :4]]) == (6, 4, 40, 8)
+    assert row_layout("norm", ["x"], [x[:, :2]]) == (2, 10, 120, 8)
+    x = torch.empty(2, 3, 4, 5, 8)  # three levels that are one, then a gap
+    assert row_layout("norm", ["x"], [x[..., :3, :]]) == (24, 3, 40, 8)
+    assert row_layout("norm", ["x", "out"], [x, x]) == (1, 120, 0, 8, 0, 8)
+
+
 def test_rows_that_two_strides_cannot_reach_are_refused(dev: torch.device) -> None:
     x = torch.zeros(4, 5, 6, 8, device=dev)[:, :4, :5]
     with pytest.raises(ValueError, match=r"^rms_norm: rows must be reachable .* got strides of x"):
@@ -143,9 +153,12 @@ def test_out_that_repeats_memory_is_refused(dev: torch.device) -> None:
     assert torch.equal(got, tkernels.rms_norm(x[:1], weight).expand(3, 8))
 
 
-def test_eps_bounds_a_row_of_zeros(dev: torch.device) -> None:
-    x, weight = torch.zeros(1, 16, device=dev), torch.ones(16, device=dev)
-    assert bool((tkernels.rms_norm(x, weight) == 0).all())
+@each_tile
+def test_eps_bounds_a_row_of_zeros(n_cols: int, tile: Config, dev: torch.device) -> None:
+    x, weight = torch.zeros(1, n_cols, device=dev), torch.ones(n_cols, device=dev)
+    assert bool((tkernels.rms_norm(x, weight, config=tiled(tile)) == 0).all())
     x += 1e-3
-    got = tkernels.rms_norm(x, weight, eps=3e-6)  # 1e-3 / sqrt(1e-6 + 3e-6) = 0.5
+    got = tkernels.rms_norm(
+        x, weight, eps=3e-6, config=tiled(tile)
+    )  # 1e-3 / sqrt(1e-6 + 3e-6) = 0.5
     torch.testing.assert_close(got, torch.full_like(got, 0.5))

@@ -168,17 +168,26 @@ def test_error_against_fp64(dev: torch.device, interleaved: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("far_axis", [0, 1])
-def test_offsets_past_2_to_the_31(dev: torch.device, far_axis: int) -> None:
-    """Tokens, then heads, more than 2^31 elements apart; what lies between is not touched."""
-    far = 2**31 + 512
-    memory = torch.empty(far + 4096, dtype=BF16, device=dev)
-    x = inputs(dev, tokens=2, q_heads=2)
-    q = memory.as_strided((2, 2, 64), (far, 64, 1) if far_axis == 0 else (64, far, 1))
+@pytest.mark.parametrize("far", [2**30 + 256, 2**31 + 512])
+def test_offsets_past_2_to_the_31(dev: torch.device, far_axis: int, far: int) -> None:
+    """Tokens, then heads, that far apart: the stride itself, or only its product with the index,
+    needs more than 32 bits. What lies between is not touched."""
+    count = 3 if far < 2**31 else 2
+    x = inputs(dev, tokens=count, q_heads=count, k_heads=count)
+    memory = torch.empty((count - 1) * far + 4096, dtype=BF16, device=dev)
+    strides = (far, 64, 1) if far_axis == 0 else (64, far, 1)
+    q, k, q_out, k_out = (
+        memory.as_strided((count, count, 64), strides, 256 * place) for place in range(4)
+    )
     q.copy_(x["q"])
-    expected = rope(**x)[0]
-    assert torch.equal(rope(**{**x, "q": q})[0], expected)
-    rope(**{**x, "q": q}, q_out=q)
-    assert torch.equal(q, expected)
+    k.copy_(x["k"])
+    expected = rope(**x)
+    rope(**{**x, "q": q, "k": k}, q_out=q_out, k_out=k_out)
+    assert torch.equal(q_out, expected[0])
+    assert torch.equal(k_out, expected[1])
+    rope(**{**x, "q": q, "k": k}, q_out=q, k_out=k)
+    assert torch.equal(q, expected[0])
+    assert torch.equal(k, expected[1])
 
 
 def test_no_tokens(dev: torch.device) -> None:
