@@ -286,7 +286,20 @@ def test_plan_is_not_reused_for_other_metadata(dev: torch.device) -> None:
         assert_close(tkernels.rms_norm(x, weight), expected, what="rms_norm")
     with pytest.raises(ValueError, match="weight must have shape"):
         tkernels.rms_norm(wide, torch.rand(63, device=dev))
+    with pytest.raises(ValueError, match="x must be float32 or bfloat16 or float16, got float64"):
+        tkernels.rms_norm(wide.double(), torch.rand(64, device=dev))
     tkernels.rms_norm(wide, torch.rand(64, device=dev), eps=0.5)
     for eps in (0.0, True, [0.5], torch.tensor(0.5)):
         with pytest.raises(ValueError, match="eps must be a number > 0"):
             tkernels.rms_norm(wide, torch.rand(64, device=dev), eps=eps)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("collect", [config._collector(2), config._with_place])
+def test_metadata_tells_calls_apart(collect: Any, dev: torch.device) -> None:
+    """The short form of an accelerator and the long form: all that a plan depends on is in both."""
+    x, other = torch.zeros(4, 6, device=dev), torch.zeros(3, device=dev)
+    changes = [x.half(), x[:3], x[:, :5], x.t(), x.t().contiguous().t(), x[:1].expand(4, 6)]
+    seen = [collect(value, other) for value in (x, *changes)]
+    seen += [collect(x, value) for value in (other.half(), other[:2], x[:3, 0])]
+    assert all(seen[i] != seen[j] for i in range(len(seen)) for j in range(i))
+    assert collect(x.clone(), other.clone()) == seen[0]
