@@ -74,19 +74,19 @@ class BlockMatrix:
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] -> x W^T [T, N], all fp32."""
-        if len(x) > _MAX_TOKENS:
+        tokens, (n, k) = x.shape[0], self.shape
+        if tokens > _MAX_TOKENS:
             return x @ self.values().t()
-        n, k = self.shape
         chunks, groups, width = self.scale.shape
         weights = (x if chunks == 1 else x.repeat(1, chunks)).view(-1)  # [T * C * K]
-        rows, bags = _all_rows(chunks * k, len(x))
-        sums: torch.Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
+        rows, bags = _all_rows(chunks * k, tokens)
+        sums: torch.Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default(
             self.table, rows, bags, per_sample_weights=weights
-        ).view(len(x), chunks, groups, width)  # P
+        ).view(tokens, chunks, groups, width)  # P
         sums.mul_(self.scale)
         if self.low is not None:
-            sums.addcmul_(x.view(len(x), 1, groups, GROUP).sum(-1, keepdim=True), self.low)
-        return sums.sum(2).view(len(x), -1)[:, :n]
+            sums.addcmul_(x.view(tokens, 1, groups, GROUP).sum(-1, keepdim=True), self.low)
+        return sums.sum(2).view(tokens, -1)[:, :n]
 
     def values(self) -> torch.Tensor:
         """Dequantised: fp32 [N, K], the transpose of a contiguous tensor."""

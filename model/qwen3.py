@@ -123,7 +123,7 @@ def _attention(
 ) -> Tensor:
     """[T, H] -> [T, H]."""
     qkv = layer.qkv_proj(x)  # [T, (Hq + 2 Hk) D]
-    heads = qkv.view(len(qkv), -1, config.head_dim)  # [T, Hq + 2 Hk, D]
+    heads = qkv.view(qkv.shape[0], -1, config.head_dim)  # [T, Hq + 2 Hk, D]
     v = heads[:, -config.num_kv_heads :]
     if layer.q_norm is not None:
         q, k = ops.fused_qk_norm_rope(
@@ -163,7 +163,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttnMetad
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hk, S, D]
     if meta.max_seqlen_q == 1:
         # Decode: the query heads that share a key-value head stand where query positions would.
-        q = q.view(len(q), num_kv_heads, -1, q.shape[2])  # [B, Hk, Hq / Hk, D]
+        q = q.view(q.shape[0], num_kv_heads, -1, q.shape[2])  # [B, Hk, Hq / Hk, D]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=meta.mask)
         return out.flatten(1, 2)
     padded = q[meta.q_rows].transpose(1, 2)  # [B, Hq, L, D]

@@ -25,6 +25,7 @@ from model.gguf_file import read_gguf
 from model.kv_cache import SequenceState
 from model.perplexity import perplexity, read_text
 from model.sources import open_gguf
+from model.threads import cpu_threads, step_threads
 from model.weights import load_model
 
 TOLERANCE = 1e-4  # max abs difference of fp32 logits
@@ -212,3 +213,15 @@ def poison(cache: Any) -> None:
     """Fill a cache with NaN, so that reading a slot that nobody wrote shows."""
     for layer in (*cache.k, *cache.v):
         layer.fill_(torch.nan)
+
+
+def test_threads_grow_with_the_work() -> None:
+    """One thread for a step of a small model, all for a long prompt, the caller's setting after."""
+    small = tiny("qwen3").ours
+    before = torch.get_num_threads()
+    assert step_threads(small, 1) == 1
+    assert step_threads(small, 10**6) == before
+    with cpu_threads(1):
+        assert torch.get_num_threads() == 1
+        assert step_threads(small, 10**6) == 1
+    assert torch.get_num_threads() == before
