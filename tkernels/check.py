@@ -80,12 +80,18 @@ def check_last_contiguous(op: str, name: str, t: torch.Tensor) -> None:
 
 
 def check_no_overlap(op: str, name: str, t: torch.Tensor) -> None:
-    """``t`` will be written, so no two of its elements may share memory (as expand() makes)."""
-    if any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True)):
-        raise ValueError(
-            f"{op}: {name} must not repeat memory (a stride of 0), "
-            f"got strides {list(t.stride())} for shape {list(t.shape)}"
-        )
+    """``t`` will be written, so no two elements may share memory (as expand() or unfold() makes).
+
+    Asks that each stride steps over all that the smaller ones reach.
+    """
+    reach = 0
+    for stride, n in sorted(zip(t.stride(), t.shape, strict=True)):
+        if n > 1 and stride <= reach:
+            raise ValueError(
+                f"{op}: {name} must not repeat memory, "
+                f"got strides {list(t.stride())} for shape {list(t.shape)}"
+            )
+        reach += (n - 1) * stride
 
 
 def one_for_both(op: str, name: str, other: str) -> ValueError:
@@ -94,8 +100,8 @@ def one_for_both(op: str, name: str, other: str) -> ValueError:
 
 
 def check_positive(op: str, name: str, value: float) -> None:
-    """``value`` is a number above zero."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    """``value`` is a number above zero that fp32 can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3e38:
         raise ValueError(f"{op}: {name} must be a number > 0, got {describe(value)}")
 
 

@@ -174,7 +174,7 @@ def test_layouts(layout: Any, packed: bool, dev: torch.device) -> None:
         ("k_cache", lambda t: t[..., :32], r"num_kv_heads=2, head_dim=64\], got float32 \["),
         ("v_cache", lambda t: t[:1], r"as k_cache is, got float32 \["),
         ("k", lambda t: t[:, :0], r"num_kv_heads >= 1, head_dim >= 1\], got float32 \[9, 0, 64\]"),
-        ("v_cache", lambda t: t[:1].expand_as(t), r"not repeat memory \(a stride of 0\)"),
+        ("v_cache", lambda t: t[:1].expand_as(t), r"not repeat memory"),
     ],
 )
 def test_refused(argument: str, change: Any, words: str, dev: torch.device) -> None:

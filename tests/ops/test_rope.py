@@ -282,7 +282,7 @@ def test_equals_transformers(dev: torch.device, family: str) -> None:
         ({"k_out": torch.zeros(4, 2, 64)}, r"k_out must be bfloat16 \[4, 2, 64\], got float32"),
         (
             {"q_out": torch.zeros(1, 3, 64, dtype=BF16).expand(4, 3, 64)},
-            r"q_out must not repeat memory \(a stride of 0\)",
+            r"q_out must not repeat memory",
         ),
         (
             {"q": torch.zeros(4, 3, 64, dtype=BF16, device="meta")},
