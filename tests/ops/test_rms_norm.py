@@ -167,5 +167,5 @@ def test_eps_bounds_a_row_of_zeros(n_cols: int, tile: Config, dev: torch.device)
 def test_out_whose_rows_overlap_is_refused(dev: torch.device) -> None:
     """Windows of 8 that start 4 apart: each row would be half overwritten by the next."""
     windows = torch.zeros(20, device=dev).unfold(0, 8, 4)
-    with pytest.raises(ValueError, match=r"rms_norm: out must not repeat memory, got strides \[4, 1"):
+    with pytest.raises(ValueError, match=r"out must not repeat memory, got strides \[4, 1"):
         tkernels.rms_norm(torch.ones(4, 8, device=dev), torch.ones(8, device=dev), out=windows)
