@@ -187,7 +187,6 @@ def _run(args: argparse.Namespace) -> int:
     import tkernels
     from model.checkpoint import default_path, open_checkpoint
     from model.loop import Limits, check_prompt, generate
-    from model.threads import step_threads
     from model.weights import load_model
 
     device = tkernels.device.tensor_device()
@@ -226,7 +225,7 @@ def _run(args: argparse.Namespace) -> int:
         "kernels": kernels,
         "dtype": dtype,
         "device": tkernels.device.current().name if kernels == "triton" else device.type,
-        "threads": step_threads(network, 1),
+        "threads": times.threads,
     }
     _print_replies(replies, prompts, stats, args.json, streaming)
     print(_summary(stats), file=sys.stderr)

@@ -37,6 +37,7 @@ class Times:
     decode_s: float = 0.0
     decode_steps: int = 0
     decode_tokens: int = 0
+    threads: int = 1  # of the last decode step on a CPU
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def generate(
                 times.decode_tokens += count
     except KeyboardInterrupt:
         pass  # the replies so far say "interrupted"
+    times.threads = runner.decode_threads.chosen
     return replies, times
 
 

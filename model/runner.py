@@ -14,7 +14,7 @@ from model.kv_cache import (
     build_metadata,
 )
 from model.qwen3 import Model, forward
-from model.threads import cpu_threads, step_threads
+from model.threads import DecodeThreads, cpu_threads, prompt_threads
 from tkernels import build_cos_sin_cache
 
 
@@ -31,6 +31,7 @@ class Runner:
         self.cache = allocate_cache(model.config, num_blocks, model.norm.dtype, self.device)
         self.blocks = BlockAllocator(num_blocks)
         self.max_positions = max_positions
+        self.decode_threads = DecodeThreads(model)
         self.cos_sin_cache = build_cos_sin_cache(
             model.config.rope, max_positions, device=self.device
         )
@@ -69,7 +70,7 @@ class Runner:
             self.blocks.grow(s.block_ids, len(s.token_ids))
         meta = build_metadata(sequences, self.device)
         ids, positions = self._inputs(sequences)
-        with cpu_threads(step_threads(self.model, len(ids))):
+        with cpu_threads(self._cpu_threads(len(sequences), len(ids))):
             logits = forward(
                 self.model,
                 self.ops,
@@ -89,3 +90,11 @@ class Runner:
         positions = [p for s in sequences for p in range(s.num_computed, len(s.token_ids))]
         both = torch.tensor([ids, positions]).to(self.device, non_blocking=True)
         return both[0], both[1]
+
+    def _cpu_threads(self, num_sequences: int, num_tokens: int) -> int:
+        if self.device.type != "cpu":
+            return torch.get_num_threads()
+        if num_tokens > num_sequences:
+            return prompt_threads(self.model, num_tokens)
+        norm = self.model.norm
+        return self.decode_threads.next(norm.expand(num_tokens, -1).contiguous())

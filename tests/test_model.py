@@ -21,11 +21,12 @@ from checkpoints import (
 
 import tkernels
 from model import config as configs
+from model import threads
 from model.gguf_file import read_gguf
 from model.kv_cache import SequenceState
 from model.perplexity import perplexity, read_text
 from model.sources import open_gguf
-from model.threads import cpu_threads, step_threads
+from model.threads import cpu_threads, prompt_threads
 from model.weights import load_model
 
 TOLERANCE = 1e-4  # max abs difference of fp32 logits
@@ -215,13 +216,28 @@ def poison(cache: Any) -> None:
         layer.fill_(torch.nan)
 
 
-def test_threads_grow_with_the_work() -> None:
-    """One thread for a step of a small model, all for a long prompt, the caller's setting after."""
-    small = tiny("qwen3").ours
-    before = torch.get_num_threads()
-    assert step_threads(small, 1) == 1
-    assert step_threads(small, 10**6) == before
+def test_prompt_threads_grow_with_the_work() -> None:
+    small, before = tiny("qwen3").ours, torch.get_num_threads()
+    assert prompt_threads(small, 2) == 1
+    assert prompt_threads(small, 10**6) == before
     with cpu_threads(1):
         assert torch.get_num_threads() == 1
-        assert step_threads(small, 10**6) == 1
+        assert prompt_threads(small, 10**6) == 1
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [({1: 2.0, 5: 1.0}, 5), ({1: 1.0, 5: 9.0}, 1)])
+def test_decode_takes_the_faster_number_of_threads(
+    seconds: dict[int, float], chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed: list[int] = []
+
+    def probe(model: Any, hidden: torch.Tensor, number: int) -> float:
+        probed.append(number)
+        return seconds[number]
+
+    monkeypatch.setattr(threads, "_probe", probe)
+    with cpu_threads(5):
+        decode = threads.DecodeThreads(tiny("qwen3").ours)
+        assert [decode.next(torch.ones(1, 72)) for _ in range(33)] == [chosen] * 33
+    assert probed == [1, 5, 1, 5]  # at steps 0 and 32
