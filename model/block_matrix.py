@@ -22,7 +22,7 @@ import torch
 
 GROUP = 32
 _TAIL = 8  # each table row ends in its own fp32 scale and bias: here 1 and the codes' offset
-_MAX_WIDTH = 3072  # columns of a table; wider matrices are cut so that a bag's sums stay in cache
+_WIDTH = 96  # outputs in a table row: narrow, so that a bag is read from one stretch of memory
 _MAX_TOKENS = 8  # above this a step dequantises and multiplies as usual
 
 
@@ -52,13 +52,14 @@ def _values(codes: torch.Tensor, b: Blocks | BlockMatrix) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class BlockMatrix:
-    """A matrix [N, K] as an embedding table, cut into C chunks of ``width`` outputs (padded).
+    """A matrix [N, K] as an embedding table of C chunks of 96 outputs, N padded to 96 C.
 
-    ``scale`` and ``low`` are fp32 [C, K / 32, width].
+    ``table`` is uint8 [K / 32, C, 32, 96 + 8] in memory: one bag after the other. ``scale`` and
+    ``low`` are fp32 [K / 32, 96 C].
     """
 
     shape: tuple[int, int]
-    table: torch.Tensor  # uint8 [C * K, width + 8]
+    table: torch.Tensor  # uint8 [K * C, 96 + 8]
     offset: int
     scale: torch.Tensor
     low: torch.Tensor | None
@@ -69,42 +70,42 @@ class BlockMatrix:
         return self.table.nbytes + self.scale.nbytes + low
 
     def _codes(self) -> torch.Tensor:
-        """[C, K, width], a view."""
-        return self.table.view(len(self.scale), self.shape[1], -1)[..., :-_TAIL]
+        """[K / 32, C, 32, 96], a view."""
+        return self.table.view(self.scale.shape[0], -1, GROUP, _WIDTH + _TAIL)[..., :_WIDTH]
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] -> x W^T [T, N], all fp32."""
-        tokens, (n, k) = x.shape[0], self.shape
+        tokens = x.shape[0]
         if tokens > _MAX_TOKENS:
             return x @ self.values().t()
-        chunks, groups, width = self.scale.shape
-        weights = (x if chunks == 1 else x.repeat(1, chunks)).view(-1)  # [T * C * K]
-        rows, bags = _all_rows(chunks * k, tokens)
+        groups, padded = self.scale.shape
+        grouped = x.view(tokens, groups, 1, GROUP)
+        rows, bags = _all_rows(self.table.shape[0], tokens)
         sums: torch.Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default(
-            self.table, rows, bags, per_sample_weights=weights
-        ).view(tokens, chunks, groups, width)  # P
+            self.table,
+            rows,
+            bags,
+            per_sample_weights=grouped.expand(-1, -1, padded // _WIDTH, -1).reshape(-1),
+        ).view(tokens, groups, padded)  # P
         sums.mul_(self.scale)
         if self.low is not None:
-            sums.addcmul_(x.view(tokens, 1, groups, GROUP).sum(-1, keepdim=True), self.low)
-        return sums.sum(2).view(tokens, -1)[:, :n]
+            sums.addcmul_(grouped.sum(-1), self.low)
+        return sums.sum(1)[:, : self.shape[0]]
 
     def values(self) -> torch.Tensor:
         """Dequantised: fp32 [N, K], the transpose of a contiguous tensor."""
         n, k = self.shape
-        chunks, groups, width = self.scale.shape
-        values = _values(self._codes().reshape(chunks, groups, GROUP, width), self)
-        return values.view(chunks, k, width).transpose(0, 1).reshape(k, -1)[:, :n].t()
+        groups, padded = self.scale.shape
+        codes = self._codes().transpose(1, 2).reshape(groups, GROUP, padded)
+        return _values(codes, self).view(k, padded)[:, :n].t()
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the matrix, as an embedding looks them up: ids [T] -> fp32 [T, K]."""
-        width = self.scale.shape[2]
-        chunk, column = ids // width, ids % width
-        values = self._codes()[chunk, :, column].float().add_(self.offset)  # [T, K]
-        values = values.view(len(ids), -1, GROUP)
-        values.mul_(self.scale[chunk, :, column][..., None])
+        values = self._codes()[:, ids // _WIDTH, :, ids % _WIDTH].float()  # [T, K / 32, 32]
+        values.add_(self.offset).mul_(self.scale.t()[ids][..., None])
         if self.low is not None:
-            values.add_(self.low[chunk, :, column][..., None])
-        return values.view(len(ids), -1)
+            values.add_(self.low.t()[ids][..., None])
+        return values.flatten(1)
 
 
 @functools.lru_cache(maxsize=64)  # a network has few shapes
@@ -127,24 +128,23 @@ def stack(parts: Sequence[Blocks]) -> BlockMatrix | None:
     if len({(p.offset, p.low is None) for p in parts}) > 1:
         return None
     n, k = sum(p.codes.shape[1] for p in parts), parts[0].codes.shape[0]
-    chunks = -(-n // _MAX_WIDTH)
-    width = -(-n // chunks)
+    chunks = -(-n // _WIDTH)
 
-    def cut(tensors: list[torch.Tensor]) -> torch.Tensor:
-        """[rows, N] -> [C, rows, width]."""
+    def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+        """[rows, 96 C]."""
         whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
-        padded = torch.nn.functional.pad(whole, (0, chunks * width - n))
-        return padded.view(len(whole), chunks, width).transpose(0, 1)
+        return torch.nn.functional.pad(whole, (0, chunks * _WIDTH - n))
 
     offset = parts[0].offset
-    table = torch.empty(chunks, k, width + _TAIL, dtype=torch.uint8)
-    table[..., :width] = cut([p.codes for p in parts])
-    table[..., width:] = torch.tensor([1.0, offset]).view(torch.uint8)
+    table = torch.empty(k // GROUP, chunks, GROUP, _WIDTH + _TAIL, dtype=torch.uint8)
+    codes = joined([p.codes for p in parts]).view(-1, GROUP, chunks, _WIDTH)
+    table[..., :_WIDTH] = codes.transpose(1, 2)
+    table[..., _WIDTH:] = torch.tensor([1.0, offset]).view(torch.uint8)
     lows = [p.low for p in parts if p.low is not None]
     return BlockMatrix(
         shape=(n, k),
-        table=table.view(chunks * k, -1),
+        table=table.view(-1, _WIDTH + _TAIL),
         offset=offset,
-        scale=cut([p.scale for p in parts]).contiguous(),
-        low=cut(lows).contiguous() if lows else None,
+        scale=joined([p.scale for p in parts]),
+        low=joined(lows) if lows else None,
     )

@@ -286,22 +286,19 @@ def test_dequantised_is_exact(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-@pytest.mark.parametrize("width", [3072, 40])
-def test_block_matrix_equals_its_values(
-    kind: str, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("sizes", [(70, 31), (7,), (96, 96)])
+def test_block_matrix_equals_its_values(kind: str, sizes: tuple[int, ...]) -> None:
     """In blocks or dequantised, few tokens or many, one chunk or several: the same."""
-    monkeypatch.setattr(block_matrix, "_MAX_WIDTH", width)
     code = gguf.GGMLQuantizationType[kind]
-    weights = [np.random.default_rng(n).normal(size=(n, 96)).astype(np.float32) for n in (70, 31)]
+    weights = [np.random.default_rng(n).normal(size=(n, 96)).astype(np.float32) for n in sizes]
     rows = [torch.from_numpy(gguf.quantize(w, code)) for w in weights]
     parts = [blocks(r, code) for r in rows]
     matrix = block_matrix.stack([p for p in parts if p is not None])
     assert matrix is not None
     expected = torch.cat([dequantised(r, code) for r in rows])
-    assert matrix.shape == expected.shape == (101, 96)
+    assert matrix.shape == expected.shape == (sum(sizes), 96)
     assert torch.equal(matrix.values(), expected)
-    ids = torch.tensor([0, 100, 39, 40, 100])
+    ids = torch.tensor([0, sum(sizes) - 1, 5, 0])
     assert torch.equal(matrix.rows(ids), expected[ids])
     for tokens in (1, 3, 8, 9):
         x = torch.randn(tokens, 96)
