@@ -16,7 +16,7 @@ import torch
 from model.qwen3 import Model
 
 _BYTES_PER_THREAD = 256 * 2**20
-_PROBE_EVERY = 32  # decode steps
+_PROBE_EVERY = 16  # decode steps
 _PROBE_LAYERS = 8
 
 
@@ -30,7 +30,7 @@ def prompt_threads(model: Model, num_tokens: int) -> int:
 
 
 class DecodeThreads:
-    """Threads for decode steps: PyTorch's number or one, by a probe every 32 steps.
+    """Threads for decode steps: PyTorch's number or one, by a probe every 16 steps.
 
     The probe times the widest projection of a few layers both ways, about a tenth of a step.
     """
@@ -43,7 +43,7 @@ class DecodeThreads:
         many = torch.get_num_threads()
         if self.steps % _PROBE_EVERY == 0:
             one_s, many_s = (_probe(self.model, hidden, n) for n in (1, many))
-            self.chosen = many if many_s < one_s else 1
+            self.chosen = many if many_s < 0.9 * one_s else 1
         self.steps += 1
         return self.chosen
 

@@ -239,5 +239,5 @@ def test_decode_takes_the_faster_number_of_threads(
     monkeypatch.setattr(threads, "_probe", probe)
     with cpu_threads(5):
         decode = threads.DecodeThreads(tiny("qwen3").ours)
-        assert [decode.next(torch.ones(1, 72)) for _ in range(33)] == [chosen] * 33
-    assert probed == [1, 5, 1, 5]  # at steps 0 and 32
+        assert [decode.next(torch.ones(1, 72)) for _ in range(17)] == [chosen] * 17
+    assert probed == [1, 5, 1, 5]  # at steps 0 and 16
