@@ -26,7 +26,7 @@ KEEP_TORCH := $(if $(ASKED),no,yes)
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
-demo: $(VENV)/.demo-ready  ## stream a reply from SmolLM2-135M on the CPU (PROMPT="...")
+demo: $(VENV)/.demo-ready  ## stream a reply from SmolLM2-135M-Instruct (PROMPT="...")
 	@$(RUN) -m model.generate --prompt "$$PROMPT"
 
 test: $(VENV)/.dev-ready  ## run the test suite (PYTEST_ARGS="-k rope", TORCH=torch==2.11.0)

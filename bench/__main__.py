@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,7 +55,7 @@ def _positive(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; 0 done, 1 one of our kernels was wrong or failed, 2 cannot be done."""
+    """Exit codes: 0 done, 1 a kernel of ours was wrong or failed, 2 cannot be done, 130, 141."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         if given[:1] == ["host"]:
@@ -63,6 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (rows.UsageError, device.UnsupportedError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("bench: interrupted; nothing was kept", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -56,7 +56,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
         ValueError: one sentence that names the file, what was expected and what came.
     """
     if path.is_dir():
-        config = configs.from_folder(path)
+        try:
+            config = configs.from_folder(path)
+        except ValueError as error:
+            where = "" if str(path) in str(error) else f"{path}: "
+            raise ValueError(f"{where}{error}") from None
         return Checkpoint(
             path,
             config,
@@ -65,7 +69,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
             _sampling_defaults(path),
         )
     if not path.is_file():
-        raise ValueError(f"{path}: expected a folder or a .gguf file, got nothing there")
+        raise ValueError(
+            f"{path}: expected a folder or a .gguf file, got nothing there "
+            "(checkpoints are local files: download one first)"
+        )
     file = read_gguf(path)
     config = configs.from_gguf(file.metadata, frozenset(file.tensors))
     tokenizer = tokenizers.from_gguf(path, file.metadata)

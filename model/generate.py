@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -66,7 +67,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='one prompt a line (blank lines separate), or .jsonl with a field "prompt"',
+        help='one prompt a line (blank lines are skipped), or .jsonl with a field "prompt"',
     )
     add("--batch-size", type=int, default=8, help="prompts computed together (default 8)")
     add("--system", help="system message of the chat")
@@ -187,10 +188,15 @@ def _run(args: argparse.Namespace) -> int:
     import tkernels
     from model.checkpoint import default_path, open_checkpoint
     from model.loop import Limits, check_prompt, generate
+    from model.runner import operations
     from model.weights import load_model
 
     device = tkernels.device.tensor_device()
-    checkpoint = open_checkpoint(args.model or default_path())
+    kernels, ops = operations(args.kernels)
+    path = args.model or default_path()
+    if sys.stderr.isatty() and not args.json:
+        print(f"loading {path.name} ...", file=sys.stderr, flush=True)
+    checkpoint = open_checkpoint(path)
     config = checkpoint.config
     params = sampling_params(args, checkpoint.sampling)
     ids = prompt_ids(checkpoint, args, prompts)
@@ -199,7 +205,6 @@ def _run(args: argparse.Namespace) -> int:
     on_cpu = device.type == "cpu"
     stored = config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16"
     dtype = args.dtype or ("float32" if on_cpu else stored)
-    kernels = args.kernels or ("torch" if on_cpu else "triton")
     network = load_model(config, checkpoint.source, dtype=getattr(torch, dtype), device=device)
     load_s = time.perf_counter() - model.STARTED
 
@@ -207,7 +212,7 @@ def _run(args: argparse.Namespace) -> int:
     with _progress(len(ids)) as advance:
         replies, times = generate(
             network,
-            tkernels if kernels == "triton" else tkernels.reference,
+            ops,
             checkpoint.tokenizer,
             ids,
             params,
@@ -220,7 +225,7 @@ def _run(args: argparse.Namespace) -> int:
             on_text=_print_piece if streaming else None,
             on_done=advance,
         )
-    stats = statistics(times, load_s, network.bytes_per_step) | {
+    stats = run_figures(times, load_s, network.bytes_per_step) | {
         "peak_memory_bytes": tkernels.device.memory_peak(),
         "kernels": kernels,
         "dtype": dtype,
@@ -250,9 +255,9 @@ def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
         yield lambda index: bar.advance(task)
 
 
-def statistics(times: Times, load_s: float, bytes_per_step: int) -> dict[str, Any]:
+def run_figures(times: Times, load_s: float, bytes_per_step: int) -> dict[str, Any]:
     """The figures of a run. A figure that nothing was measured for is None."""
-    steps, decode = times.decode_steps, times.decode_s
+    steps, decode = len(times.decode_steps_s), sum(times.decode_steps_s)
     return {
         "load_s": load_s,
         "first_token_s": times.first_token_s,
@@ -262,6 +267,7 @@ def statistics(times: Times, load_s: float, bytes_per_step: int) -> dict[str, An
         "decode_tokens": times.decode_tokens,
         "decode_s": decode,
         "ms_per_token": decode / steps * 1e3 if steps else None,
+        "median_step_ms": statistics.median(times.decode_steps_s) * 1e3 if steps else None,
         "tokens_per_s": times.decode_tokens / decode if steps else None,
         "weight_bytes": bytes_per_step,
         "weight_gb_per_s": bytes_per_step * steps / decode / 1e9 if steps else None,

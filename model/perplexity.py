@@ -81,20 +81,22 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
     import tkernels
     from model.checkpoint import default_path, open_checkpoint
+    from model.runner import operations
     from model.tokenizer import encode
     from model.weights import load_model
 
     device = tkernels.device.tensor_device()
+    kernels, ops = operations(args.kernels)
     checkpoint = open_checkpoint(args.model or default_path())
     ids = encode(checkpoint.tokenizer, text)[: args.tokens]
     context = checkpoint.config.max_position_embeddings
     if not 2 <= len(ids) <= context:
-        raise ValueError(f"expected a text of 2 to {context} tokens (the context), got {len(ids)}")
+        raise ValueError(f"expected 2 to {context} tokens (the context), got {len(ids)}")
+    if sys.stderr.isatty() and not args.json:
+        print(f"computing {len(ids)} tokens with {kernels} ...", file=sys.stderr, flush=True)
     network = load_model(
         checkpoint.config, checkpoint.source, dtype=getattr(torch, args.dtype), device=device
     )
-    kernels = args.kernels or ("torch" if device.type == "cpu" else "triton")
-    ops = tkernels if kernels == "triton" else tkernels.reference
     return {
         "perplexity": perplexity(network, ops, ids),
         "tokens": len(ids),

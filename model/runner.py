@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import tkernels
 from model.kv_cache import (
     BlockAllocator,
     SequenceState,
@@ -16,6 +17,23 @@ from model.kv_cache import (
 from model.qwen3 import Model, forward
 from model.threads import DecodeThreads, cpu_threads, prompt_threads
 from tkernels import build_cos_sin_cache
+
+
+def operations(kernels: str | None) -> tuple[str, Any]:
+    """(``triton`` or ``torch``, the namespace of that name), by default what suits the device.
+
+    Raises:
+        ValueError: kernels are asked for and triton is not installed.
+    """
+    on_cpu = tkernels.device.tensor_device().type == "cpu"
+    name = kernels or ("torch" if on_cpu else "triton")
+    if name == "torch":
+        return name, tkernels.reference
+    try:
+        tkernels.device.require_triton()
+    except tkernels.UnsupportedError as error:
+        raise ValueError(f"--kernels triton: {error}") from None
+    return name, tkernels
 
 
 class Runner:

@@ -101,7 +101,7 @@ def from_folder(folder: Path) -> Any:
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Ids of plain text, with the tokens that this tokeniser puts before every text."""
-    return list(tokenizer(text)["input_ids"])
+    return list(tokenizer(text, verbose=False)["input_ids"])  # its length is judged by the caller
 
 
 def encode_chat(
@@ -118,7 +118,7 @@ def encode_chat(
         messages, tokenize=False, add_generation_prompt=True, **switches
     )
     # The template writes special tokens itself.
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 class Detokenizer:

@@ -247,3 +247,27 @@ def test_each_package_has_sources() -> None:
     """The checks above walk over files; they must not pass because there are none."""
     seen = {path.relative_to(ROOT).parts[0] for path in SOURCES}
     assert seen == set(PACKAGES)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ("bench --list", 0, ""),
+        ("bench --kernel rope --rounds 1", 2, "expected triton to be installed"),
+        ("autotune --kernel rope --trials 1", 2, "expected triton to be installed"),
+        ("model.generate --kernels triton --prompt hi", 2, "expected triton to be installed"),
+    ],
+)
+def test_commands_without_triton_answer_with_a_sentence(
+    command: str, code: int, words: str
+) -> None:
+    module, *arguments = command.split()
+    program = (
+        HIDE.format(hidden={"triton"})
+        + f"import runpy, sys\nsys.argv = {[module, *arguments]!r}\n"
+        + f"runpy.run_module({module!r}, run_name='__main__')\n"
+    )
+    done = fresh(program, device="cpu")
+    assert done.returncode == code, done.stderr[-500:]
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr

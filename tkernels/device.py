@@ -208,6 +208,15 @@ def _check_one_triton() -> None:
         )
 
 
+def require_triton() -> None:
+    """Raise ``UnsupportedError`` where no kernel can be launched because triton is absent."""
+    if importlib.util.find_spec("triton") is None:
+        raise UnsupportedError(
+            "tkernels: expected triton to be installed to launch a kernel, got none; install "
+            "tkernels[cuda] or tkernels[npu], or call tkernels.reference for the PyTorch version"
+        )
+
+
 class _MissingTriton(types.ModuleType):
     """Stands for triton and triton.language where triton is absent; complains at launch only."""
 
@@ -223,10 +232,7 @@ class _MissingTriton(types.ModuleType):
         return self[kwargs["grid"]]
 
     def __getitem__(self, grid: Any) -> Any:
-        raise UnsupportedError(
-            "tkernels: expected triton to be installed to launch a kernel, got none; install "
-            "tkernels[cuda] or tkernels[npu], or call tkernels.reference for the PyTorch version"
-        )
+        require_triton()
 
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tkernels.device import tl
+from tkernels.device import require_triton, tl
 
 
 def bf16_bits(values: Any) -> Any:
@@ -30,6 +30,7 @@ def f32_values(patterns: Any) -> Any:
 
 def correct_bfloat16() -> None:
     """Patch the interpreter in this process. Safe to call twice."""
+    require_triton()
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder

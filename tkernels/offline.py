@@ -22,8 +22,6 @@ import torch
 
 from tkernels import config, device
 
-JITFunction: Any = importlib.import_module("triton.runtime.jit").JITFunction
-
 # Keywords that ``fn[grid](...)`` adds by itself.
 _OWN_KEYWORDS = {"grid", "warmup"}
 
@@ -81,9 +79,10 @@ def replaced_run(run: Callable[..., Any]) -> Iterator[Any]:
 
 def _kernel_class() -> Any:
     """The class whose ``run`` every launch goes through."""
+    device.require_triton()
     if device.current().arch == "interpret":
         return importlib.import_module("triton.runtime.interpreter").InterpretedFunction
-    return JITFunction
+    return importlib.import_module("triton.runtime.jit").JITFunction
 
 
 @contextlib.contextmanager
