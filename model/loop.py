@@ -34,8 +34,7 @@ class Times:
     first_token_s: float | None = None  # from the call of generate to the first token of all
     prefill_s: float = 0.0
     prefill_tokens: int = 0
-    decode_s: float = 0.0
-    decode_steps: int = 0
+    decode_steps_s: list[float] = field(default_factory=list)
     decode_tokens: int = 0
     threads: int = 1  # of the last decode step on a CPU
 
@@ -127,8 +126,7 @@ def generate(
                 begin = time.perf_counter()
                 count = len(running)
                 running = step(running, runner.decode([r.sequence for r in running]))
-                times.decode_s += time.perf_counter() - begin
-                times.decode_steps += 1
+                times.decode_steps_s.append(time.perf_counter() - begin)
                 times.decode_tokens += count
     except KeyboardInterrupt:
         pass  # the replies so far say "interrupted"

@@ -278,7 +278,7 @@ def test_perplexity_refuses(base: Path, tmp_path: Path, capsys: Any) -> None:
     argv = ["--model", str(base), "--text", str(text)]
     for more, message in (
         (["--tokens", "1"], "--tokens must be at least 2, got 1"),
-        (["--tokens", "300"], "a text of 2 to 256 tokens (the context), got 300"),
+        (["--tokens", "300"], "2 to 256 tokens (the context), got 300"),
         (["--text", "absent"], "--text absent: expected a text file"),
     ):
         assert perplexity.main([*argv, *more]) == 2

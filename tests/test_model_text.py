@@ -269,7 +269,7 @@ def test_batches_equal_single_prompts() -> None:
         assert [r.token_ids for r in replies] == alone
         assert {r.finish_reason for r in replies} == {"length"}
     assert times.prefill_tokens == 48
-    assert (times.decode_steps, times.decode_tokens) == (11, 55)
+    assert (len(times.decode_steps_s), times.decode_tokens) == (11, 55)
 
 
 def test_a_reply_ends_at_each_eos_id_or_stop_string() -> None:
