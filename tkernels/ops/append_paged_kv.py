@@ -49,10 +49,11 @@ def append_paged_kv_ref(
     """PyTorch version of ``append_paged_kv``."""
     block_size = k_cache.shape[1]
     kept = (slot_mapping >= 0) & (slot_mapping < k_cache.shape[0] * block_size)
-    slots = slot_mapping[kept].long()
+    (tokens,) = kept.nonzero(as_tuple=True)
+    slots = slot_mapping[tokens].long()
     block, offset = slots // block_size, slots % block_size
-    k_cache[block, offset] = k[kept]
-    v_cache[block, offset] = v[kept]
+    k_cache[block, offset] = k[tokens]
+    v_cache[block, offset] = v[tokens]
 
 
 @triton.jit

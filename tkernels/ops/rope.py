@@ -41,11 +41,13 @@ def rope_ref(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """PyTorch version of ``rope``: fp32 inside, rounded once."""
     factors = factors_ref(cos_sin_cache, positions)
-    q_rotated = rotate_ref(q.float(), factors, interleaved)
-    k_rotated = rotate_ref(k.float(), factors, interleaved)
+    heads = torch.cat((q, k), dim=1).float()  # [T, Hq + Hk, D]
+    q_rotated, k_rotated = rotate_ref(heads, factors, interleaved).split(
+        (q.shape[1], k.shape[1]), dim=1
+    )
     return (
-        q_rotated.to(q.dtype) if q_out is None else q_out.copy_(q_rotated),
-        k_rotated.to(k.dtype) if k_out is None else k_out.copy_(k_rotated),
+        q_rotated.to(q.dtype).contiguous() if q_out is None else q_out.copy_(q_rotated),
+        k_rotated.to(k.dtype).contiguous() if k_out is None else k_out.copy_(k_rotated),
     )
 
 
@@ -65,7 +67,7 @@ def rotate_ref(x: torch.Tensor, factors: torch.Tensor, interleaved: bool) -> tor
     else:
         a, b = turning.chunk(2, dim=-1)
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return torch.cat((turned, tail), dim=-1)
+    return turned if rotary_dim == x.shape[-1] else torch.cat((turned, tail), dim=-1)
 
 
 @triton.jit
