@@ -37,8 +37,7 @@ def fused_add_rms_norm_ref(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """PyTorch version of ``fused_add_rms_norm``."""
     total = (x.float() + residual.float()).to(x.dtype)
-    t32 = total.float()
-    normed = t32 * torch.rsqrt(t32.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    normed = torch.nn.functional.rms_norm(total.float(), x.shape[-1:], weight.float(), eps)
     return (
         normed.to(x.dtype) if out is None else out.copy_(normed),
         total if residual_out is None else residual_out.copy_(total),

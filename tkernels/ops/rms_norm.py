@@ -32,8 +32,7 @@ def rms_norm_ref(
     config: Config | None = None,
 ) -> torch.Tensor:
     """PyTorch version of ``rms_norm``: fp32 inside, rounded once."""
-    x32 = x.float()
-    normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    normed = torch.nn.functional.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
     return normed.to(x.dtype) if out is None else out.copy_(normed)
 
 

@@ -42,9 +42,8 @@ def rope_ref(
     """PyTorch version of ``rope``: fp32 inside, rounded once."""
     factors = factors_ref(cos_sin_cache, positions)
     heads = torch.cat((q, k), dim=1).float()  # [T, Hq + Hk, D]
-    q_rotated, k_rotated = rotate_ref(heads, factors, interleaved).split(
-        (q.shape[1], k.shape[1]), dim=1
-    )
+    turned = rotate_ref(heads, factors, interleaved)
+    q_rotated, k_rotated = turned[:, : q.shape[1]], turned[:, q.shape[1] :]
     return (
         q_rotated.to(q.dtype).contiguous() if q_out is None else q_out.copy_(q_rotated),
         k_rotated.to(k.dtype).contiguous() if k_out is None else k_out.copy_(k_rotated),
