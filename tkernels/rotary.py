@@ -102,13 +102,6 @@ def check_flag(name: str, argument: str, value: bool) -> None:
         raise TypeError(f"{name}: {argument} must be True or False, got {describe(value)}")
 
 
-def new_like(name: str, argument: str, t: torch.Tensor) -> torch.Tensor:
-    """An uninitialised contiguous tensor like the argument ``t``."""
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name}: {argument} must be a tensor, got {describe(t)}")
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
-
-
 def check_output(
     name: str, argument: str, out: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor
 ) -> None:

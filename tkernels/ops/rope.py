@@ -269,8 +269,8 @@ def rope(
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
     """
-    q_out = rotary.new_like("rope", "q", q) if q_out is None else q_out
-    k_out = rotary.new_like("rope", "k", k) if k_out is None else k_out
+    q_out = check.new_output("rope", q, name="q") if q_out is None else q_out
+    k_out = check.new_output("rope", k, name="k") if k_out is None else k_out
     if q_out is k_out:
         raise check.one_for_both("rope", "k_out", "q_out")
     untouched = q_out is q and k_out is k
