@@ -230,7 +230,7 @@ def _run(args: argparse.Namespace) -> int:
         "kernels": kernels,
         "dtype": dtype,
         "device": tkernels.device.current().name if kernels == "triton" else device.type,
-        "threads": times.threads,
+        "threads": torch.get_num_threads(),
     }
     _print_replies(replies, prompts, stats, args.json, streaming)
     print(_summary(stats), file=sys.stderr)

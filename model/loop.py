@@ -36,7 +36,6 @@ class Times:
     prefill_tokens: int = 0
     decode_steps_s: list[float] = field(default_factory=list)
     decode_tokens: int = 0
-    threads: int = 1  # of the last decode step on a CPU
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,6 @@ def generate(
                 times.decode_tokens += count
     except KeyboardInterrupt:
         pass  # the replies so far say "interrupted"
-    times.threads = runner.decode_threads.chosen
     return replies, times
 
 

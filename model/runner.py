@@ -15,7 +15,7 @@ from model.kv_cache import (
     build_metadata,
 )
 from model.qwen3 import Model, forward
-from model.threads import DecodeThreads, cpu_threads, prompt_threads
+from model.threads import cpu_threads, prompt_threads
 from tkernels import build_cos_sin_cache
 
 
@@ -49,7 +49,6 @@ class Runner:
         self.cache = allocate_cache(model.config, num_blocks, model.norm.dtype, self.device)
         self.blocks = BlockAllocator(num_blocks)
         self.max_positions = max_positions
-        self.decode_threads = DecodeThreads(model)
         self.cos_sin_cache = build_cos_sin_cache(
             model.config.rope, max_positions, device=self.device
         )
@@ -110,9 +109,7 @@ class Runner:
         return both[0], both[1]
 
     def _cpu_threads(self, num_sequences: int, num_tokens: int) -> int:
-        if self.device.type != "cpu":
-            return torch.get_num_threads()
-        if num_tokens > num_sequences:
+        """A number that sizes alone decide: logits differ in their last bits with it."""
+        if self.device.type == "cpu" and num_tokens > num_sequences:
             return prompt_threads(self.model, num_tokens)
-        norm = self.model.norm
-        return self.decode_threads.next(norm.expand(num_tokens, -1).contiguous())
+        return torch.get_num_threads()

@@ -21,7 +21,6 @@ from checkpoints import (
 
 import tkernels
 from model import config as configs
-from model import threads
 from model.gguf_file import read_gguf
 from model.kv_cache import SequenceState
 from model.perplexity import perplexity, read_text
@@ -224,20 +223,3 @@ def test_prompt_threads_grow_with_the_work() -> None:
         assert torch.get_num_threads() == 1
         assert prompt_threads(small, 10**6) == 1
     assert torch.get_num_threads() == before
-
-
-@pytest.mark.parametrize(("seconds", "chosen"), [({1: 2.0, 5: 1.0}, 5), ({1: 1.0, 5: 9.0}, 1)])
-def test_decode_takes_the_faster_number_of_threads(
-    seconds: dict[int, float], chosen: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    probed: list[int] = []
-
-    def probe(model: Any, hidden: torch.Tensor, number: int) -> float:
-        probed.append(number)
-        return seconds[number]
-
-    monkeypatch.setattr(threads, "_probe", probe)
-    with cpu_threads(5):
-        decode = threads.DecodeThreads(tiny("qwen3").ours)
-        assert [decode.next(torch.ones(1, 72)) for _ in range(17)] == [chosen] * 17
-    assert probed == [1, 5, 1, 5]  # at steps 0 and 16
