@@ -177,7 +177,8 @@ def _why_wrong(
         return failure
     got = (*testing.tensors_of(results), *(own[name] for name in spec.mutates))
     try:
-        for name, actual, expected in zip(testing.result_names(spec), got, truth, strict=True):
+        names = testing.result_names(spec, inputs)
+        for name, actual, expected in zip(names, got, truth, strict=True):
             for a, t in _samples(actual, expected):
                 testing.assert_close(a, t, what=name, factor=spec.tolerance)
     except AssertionError as error:

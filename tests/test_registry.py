@@ -8,15 +8,17 @@ import importlib
 import inspect
 import json
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import tkernels
-from tkernels import device, reference
-from tkernels.registry import Case, KernelSpec, all_kernels, get, op, register
-from tkernels.testing import tensors_of
+from tkernels import device, reference, registry
+from tkernels.registry import Case, Config, KernelSpec, all_kernels, get, op, register
+from tkernels.testing import assert_right, result_names, tensors_of
 
 OPS = Path(tkernels.__file__).parent / "ops"
 FILES = sorted(path for path in OPS.glob("*.py") if path.stem != "__init__")
@@ -257,3 +259,149 @@ def test_case_refuses_an_unknown_tag() -> None:
         Case("x", {}, frozenset({"smokey"}))
     with pytest.raises(ValueError, match="tags must be of smoke, edge, bench"):
         Case("x", {}, frozenset())
+
+
+# ---- ops that return their log-sum-exp where asked ---------------------------------------------
+
+
+def toy_attn_ref(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    lengths: torch.Tensor | None = None,
+    max_len: int | None = None,
+    mask: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    config: Config | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Mean of the keys that the mask lets through, of the first ``lengths`` (a value is read)."""
+    seen = torch.ones(k.shape[0], dtype=torch.bool) if mask is None else mask
+    if lengths is not None:
+        seen = seen & (torch.arange(k.shape[0]) < int(lengths[0]))
+    result = k.float()[seen].mean(0).to(q.dtype).expand(q.shape).contiguous()
+    result = result if out is None else out.copy_(result)
+    lse = torch.full(q.shape[:-1], float(seen.sum()))
+    return (result, lse) if return_lse else result
+
+
+@pytest.fixture(scope="module")
+def toy() -> Iterator[Callable[..., Any]]:
+    """An op like attention, known to the registry while the tests below run."""
+
+    def toy_attn(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        *,
+        lengths: torch.Tensor | None = None,
+        max_len: int | None = None,
+        mask: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+        config: Config | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        assert max_len is None or type(max_len) is int
+        return toy_attn_ref(q, k, lengths=lengths, mask=mask, out=out, return_lse=return_lse)
+
+    spec = dataclasses.replace(
+        get("rms_norm"),
+        name="toy_attn",
+        launch=op(toy_attn),
+        reference=toy_attn_ref,
+        outputs=("out",),
+    )
+    yield register(spec).launch
+    del registry._SPECS["toy_attn"]
+
+
+def toy_inputs() -> dict[str, Any]:
+    q = torch.randn(5, 2, 8, dtype=torch.bfloat16)
+    return {"q": q.transpose(0, 1), "k": torch.randn(6, 8, dtype=torch.bfloat16)}
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("with_out", [False, True])
+@pytest.mark.parametrize("values", ["none", "lengths", "mask"])
+def test_traced_call_returns_what_an_eager_one_does(
+    toy: Callable[..., Any], return_lse: bool, with_out: bool, values: str
+) -> None:
+    given = toy_inputs() | {"return_lse": return_lse}
+    if values == "lengths":
+        given |= {"lengths": torch.tensor([3], dtype=torch.int32), "max_len": 3}
+    if values == "mask":
+        given["mask"] = torch.arange(6) % 2 == 0
+    expected = tensors_of(toy(**given))
+    assert len(expected) == 1 + return_lse
+    if with_out:
+        given["out"] = torch.zeros_like(expected[0])
+
+    def call(kwargs: dict[str, Any]) -> Any:
+        result = toy(**kwargs)  # the caller needs no other code under torch.compile
+        return (result[0] * 2, result[1] + 1) if return_lse else result * 2
+
+    results = tensors_of(torch.compile(call, fullgraph=True, backend="aot_eager")(given))
+    torch._dynamo.reset()
+    assert len(results) == len(expected)
+    assert torch.equal(results[0], 2 * expected[0])
+    if return_lse:
+        assert torch.equal(results[1], expected[1] + 1)
+    if with_out:
+        assert torch.equal(given["out"], expected[0])
+
+
+def test_operator_always_gives_a_pair(toy: Callable[..., Any]) -> None:
+    operator = torch.ops.tkernels.toy_attn.default
+    kinds = [str(argument.type) for argument in operator._schema.arguments]
+    assert kinds[2:] == ["Optional[Tensor]", "Optional[int]", "Optional[Tensor]", "bool"]
+    given = toy_inputs() | {"lengths": torch.tensor([3], dtype=torch.int32)}
+    for return_lse, shape in ((False, (0,)), (True, (2, 5))):
+        kwargs = {**given, "return_lse": return_lse}
+        out, lse = operator(**kwargs)
+        assert torch.equal(out, tensors_of(toy(**kwargs))[0])
+        assert (lse.dtype, lse.shape) == (torch.float32, shape)
+        # Here q is transposed: out is contiguous in eager calls and for the compiler alike.
+        torch.library.opcheck(operator, (), kwargs, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_sizes_may_be_arguments_of_a_dynamic_graph(toy: Callable[..., Any]) -> None:
+    """``max_seqlen=x.shape[1]`` stays symbolic: one graph for every length."""
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def call(q: torch.Tensor, k: torch.Tensor) -> Any:
+        return toy(q, k, max_len=q.shape[0])
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+    for n in (3, 5, 7):
+        q, k = torch.randn(n, 2, 8), torch.randn(6, 8)
+        torch.testing.assert_close(compiled(q, k), toy(q, k))
+    torch._dynamo.reset()
+    assert len(graphs) == 1
+
+
+def test_return_lse_and_its_hint_go_together() -> None:
+    def half_said(q: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        return q
+
+    def unsaid(q: torch.Tensor, *, return_lse: bool = False) -> torch.Tensor:
+        return q
+
+    for fn in (half_said, unsaid):
+        spec = dataclasses.replace(get("rms_norm"), name=fn.__name__, launch=fn, outputs=())
+        with pytest.raises(ValueError, match=rf"register: {fn.__name__} must have .*, got \(q: "):
+            register(spec)
+        assert fn.__name__ not in all_kernels()
+
+
+def test_lse_has_a_name_in_messages(toy: Callable[..., Any]) -> None:
+    spec = get("toy_attn")
+    given = toy_inputs() | {"return_lse": True}
+    assert result_names(spec, given) == ("out", "lse")
+    assert result_names(spec, toy_inputs()) == ("out",)
+    out, lse = toy(**given)
+    assert_right(spec, given, (out, lse))
+    with pytest.raises(AssertionError, match="toy_attn: lse: largest relative error"):
+        assert_right(spec, given, (out, lse + 1))

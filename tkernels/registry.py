@@ -4,6 +4,10 @@ A kernel file ends with ``SPEC = register(KernelSpec(...))``. Its public functio
 ``@op``; registering the spec also makes the function a ``torch.library`` operator
 (``torch.ops.tkernels.<name>``), to which ``@op`` goes while ``torch.compile`` traces. Eager calls
 never pass through the dispatcher.
+
+A function hinted ``-> Tensor | tuple[Tensor, Tensor]`` gives its log-sum-exp where ``return_lse``
+asks for it. An operator gives the same number of tensors always: (out, lse), with an empty lse
+where nobody asked.
 """
 
 from __future__ import annotations
@@ -94,8 +98,8 @@ def register(spec: KernelSpec) -> KernelSpec:
     names = [case.name for case in spec.cases]
     if len(set(names)) != len(names):
         raise ValueError(f"register: case names of {spec.name} must be unique, got {names}")
-    _SPECS[spec.name] = spec
     _define_torch_op(spec)
+    _SPECS[spec.name] = spec
     return spec
 
 
@@ -125,12 +129,26 @@ _SCHEMA_TYPES: dict[Any, str] = {
     torch.Tensor | None: "Tensor?",
     float: "float",
     float | None: "float?",
-    int: "int",
-    int | None: "int?",
+    int: "SymInt",  # a size of a dynamic shape is one; operators get numbers
+    int | None: "SymInt?",
     bool: "bool",
     torch.dtype: "ScalarType",
     torch.Tensor | float: "Tensor",
 }
+_OUT_OR_PAIR = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def may_return_lse(spec: KernelSpec) -> bool:
+    """Whether an argument ``return_lse`` decides if one tensor comes back or two."""
+    parameters = inspect.signature(spec.launch).parameters
+    hint = typing.get_type_hints(spec.launch)["return"]
+    asks = "return_lse" in parameters and parameters["return_lse"].default is False
+    if asks != (hint == _OUT_OR_PAIR):
+        raise ValueError(
+            f"register: {spec.name} must have an argument return_lse=False if and only if it "
+            f"returns {_OUT_OR_PAIR}, got {inspect.signature(spec.launch)}"
+        )
+    return asks
 
 
 def _operator_parameters(spec: KernelSpec) -> dict[str, inspect.Parameter]:
@@ -141,42 +159,74 @@ def _operator_parameters(spec: KernelSpec) -> dict[str, inspect.Parameter]:
 
 
 def _schema(spec: KernelSpec) -> str:
-    """Schema text such as ``(Tensor x, Tensor weight, *, float eps=1e-06) -> Tensor``."""
+    """Schema text such as ``(Tensor x, Tensor weight, *, float eps=1e-06) -> Tensor``.
+
+    Up to the last tensor all may be given by position: torch has no keyword-only tensors.
+    """
     hints = typing.get_type_hints(spec.launch)
     parts: list[str] = []
-    for name, p in _operator_parameters(spec).items():
-        if p.kind is p.KEYWORD_ONLY and "*" not in parts:
+    parameters = list(_operator_parameters(spec).values())
+    kinds = [_SCHEMA_TYPES[hints[p.name]] for p in parameters]
+    last_tensor = max(i for i, kind in enumerate(kinds) if kind.startswith("Tensor"))
+    for i, (p, kind) in enumerate(zip(parameters, kinds, strict=True)):
+        if p.kind is p.KEYWORD_ONLY and i > last_tensor and "*" not in parts:
             parts.append("*")
-        kind = _SCHEMA_TYPES[hints[name]]
-        if name in spec.mutates:
+        if p.name in spec.mutates:
             kind = kind.replace("Tensor", f"Tensor(a{len(parts)}!)")
-        parts.append(f"{kind} {name}" + ("" if p.default is p.empty else f"={p.default}"))
+        parts.append(f"{kind} {p.name}" + ("" if p.default is p.empty else f"={p.default}"))
     results = hints["return"]
     if results is type(None):
         returned = "()"
     elif results is torch.Tensor:
         returned = "Tensor"
+    elif may_return_lse(spec):
+        returned = "(Tensor, Tensor)"
     else:
         returned = "(" + ", ".join("Tensor" for _ in typing.get_args(results)) + ")"
     return f"({', '.join(parts)}) -> {returned}"
 
 
 def _define_torch_op(spec: KernelSpec) -> None:
-    # The reference runs on fake tensors too, so it doubles as the shape function. It must not
-    # write to its arguments there: an op that mutates returns nothing, and its fake does nothing.
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        if spec.mutates:
-            return None
-        results = spec.reference(*args, **kwargs)
-        # A launcher's results are contiguous; the reference's may keep the order of its argument.
-        if isinstance(results, torch.Tensor):
-            return torch.empty_like(results, memory_format=torch.contiguous_format)
-        return tuple(torch.empty_like(r, memory_format=torch.contiguous_format) for r in results)
-
     eager = inspect.unwrap(spec.launch)  # below @op: the operator must not call itself
+    names = list(_operator_parameters(spec))
+    fake = _fake_out_and_lse if may_return_lse(spec) else _fake
+
+    def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = eager(**named(args, kwargs))
+        if "return_lse" in names and isinstance(result, torch.Tensor):
+            return result, result.new_empty((0,), dtype=torch.float32)
+        return result
+
     torch.library.custom_op(
-        f"tkernels::{spec.name}", eager, mutates_args=spec.mutates, schema=_schema(spec)
-    ).register_fake(fake)
+        f"tkernels::{spec.name}", run, mutates_args=spec.mutates, schema=_schema(spec)
+    ).register_fake(lambda *args, **kwargs: fake(spec, named(args, kwargs)))
+
+
+def _fake(spec: KernelSpec, given: dict[str, Any]) -> Any:
+    """Results by metadata: the reference runs on fake tensors too.
+
+    It must not write to its arguments there: an op that mutates returns nothing.
+    """
+    if spec.mutates:
+        return None
+    results = spec.reference(**given)
+    # A launcher's results are contiguous; the reference's may keep the order of its argument.
+    if isinstance(results, torch.Tensor):
+        return torch.empty_like(results, memory_format=torch.contiguous_format)
+    return tuple(torch.empty_like(r, memory_format=torch.contiguous_format) for r in results)
+
+
+def _fake_out_and_lse(spec: KernelSpec, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention's results are shaped like its first argument, q [..., num_heads, head_dim].
+
+    Its reference would read lengths, of which a fake tensor has none.
+    """
+    q = given[next(iter(_operator_parameters(spec)))]
+    lse_shape = q.shape[:-1] if given.get("return_lse") else (0,)
+    return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
 
 
 def op(fn: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -209,16 +259,20 @@ def _traced(name: str, given: dict[str, Any]) -> Any:
     """Call the operator; out arguments become copies into them, which the compiler fuses away."""
     if given.pop("config", None) is not None:
         raise ValueError(f"{name}: config must be None inside torch.compile, got one")
-    outputs = _SPECS[name].outputs
-    wanted = [given.pop(argument, None) for argument in outputs]
+    spec = _SPECS[name]
+    wanted = [given.pop(argument, None) for argument in spec.outputs]
     result = getattr(torch.ops.tkernels, name)(**given)
-    if not any(out is not None for out in wanted):
-        return result
-    results = (result,) if isinstance(result, torch.Tensor) else tuple(result)
-    for argument, out, r in zip(outputs, wanted, results, strict=True):
+    if result is None:
+        return None
+    results = [result] if isinstance(result, torch.Tensor) else list(result)
+    for i, (argument, out) in enumerate(zip(spec.outputs, wanted, strict=True)):
+        if out is None:
+            continue
+        r = results[i]
         # copy_ would broadcast and convert; the launcher, which never sees it, refuses both.
-        if out is not None and (out.shape != r.shape or out.dtype != r.dtype):
+        if out.shape != r.shape or out.dtype != r.dtype:
             raise ValueError(f"{name}: {argument} must be {describe(r)}, got {describe(out)}")
-    if isinstance(result, torch.Tensor):
-        return wanted[0].copy_(result)
-    return tuple(r if out is None else out.copy_(r) for r, out in zip(result, wanted, strict=True))
+        results[i] = out.copy_(r)
+    if not given.get("return_lse", True):
+        del results[1:]  # the operator's empty lse
+    return results[0] if len(results) == 1 else tuple(results)

@@ -137,16 +137,17 @@ def truth_of(spec: KernelSpec, inputs: Mapping[str, Any]) -> tuple[torch.Tensor,
     return (*results, *(precise[name] for name in spec.mutates))
 
 
-def result_names(spec: KernelSpec) -> tuple[str, ...]:
+def result_names(spec: KernelSpec, inputs: Mapping[str, Any]) -> tuple[str, ...]:
     """Names for the tensors of ``truth_of``, for messages."""
-    return (*(spec.outputs or ("result",) * (not spec.mutates)), *spec.mutates)
+    lse = ("lse",) if inputs.get("return_lse") else ()
+    return (*(spec.outputs or ("result",) * (not spec.mutates)), *lse, *spec.mutates)
 
 
 def assert_right(spec: KernelSpec, inputs: Mapping[str, Any], got: Sequence[torch.Tensor]) -> None:
     """``got`` (results, then mutated arguments) matches the reference."""
     truth = truth_of(spec, inputs)
     assert len(got) == len(truth), (spec.name, len(got), len(truth))
-    for name, actual, expected in zip(result_names(spec), got, truth, strict=True):
+    for name, actual, expected in zip(result_names(spec, inputs), got, truth, strict=True):
         assert_close(actual, expected, what=f"{spec.name}: {name}", factor=spec.tolerance)
 
 
