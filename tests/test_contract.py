@@ -131,9 +131,13 @@ _ANY_ROW_COUNT = {(_more_dims, _ANY_ROWS), (_fewer_dims, _ANY_ROWS), (_shorter, 
 }
 _TABLE = "a table of more or fewer positions is a table"
 _ANY_HEADS = "k may have any number of heads"
+_ANY_STRIDES = "one number a head: other libraries lay it out [n_heads, T]"
 
 # kernel -> argument -> {(way of spoiling it, why the result is legitimate)}
 ACCEPTED: dict[str, dict[str, set[tuple[Callable[[torch.Tensor], Any], str]]]] = {
+    "merge_attn_states": {
+        name: {(_strided_last, _ANY_STRIDES)} for name in ("lse_a", "lse_b", "lse_out")
+    },
     "rms_norm": {"x": _ANY_ROW_COUNT},
     "silu_and_mul": {"x": _ANY_ROW_COUNT},
     "rope": {"cos_sin_cache": {(_shorter, _TABLE), (_longer, _TABLE)}},

@@ -12,6 +12,7 @@ from tkernels.device import UnsupportedError
 from tkernels.ops.append_paged_kv import append_paged_kv
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
 from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope
+from tkernels.ops.merge_attn_states import merge_attn_states
 from tkernels.ops.rms_norm import rms_norm
 from tkernels.ops.rope import rope
 from tkernels.ops.silu_and_mul import silu_and_mul
@@ -27,6 +28,7 @@ __all__ = [
     "force_config",
     "fused_add_rms_norm",
     "fused_qk_norm_rope",
+    "merge_attn_states",
     "reference",
     "rms_norm",
     "rope",
