@@ -23,6 +23,7 @@ import torch
 GROUP = 32
 _TAIL = 8  # each table row ends in its own fp32 scale and bias: here 1 and the codes' offset
 _WIDTH = 96  # outputs in a table row: narrow, so that a bag is read from one stretch of memory
+_embedding_bag = torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default
 _MAX_TOKENS = 8  # above this a step dequantises and multiplies as usual
 
 
@@ -81,16 +82,14 @@ class BlockMatrix:
         groups, padded = self.scale.shape
         grouped = x.view(tokens, groups, 1, GROUP)
         rows, bags = _all_rows(self.table.shape[0], tokens)
-        sums: torch.Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets.default(
-            self.table,
-            rows,
-            bags,
-            per_sample_weights=grouped.expand(-1, -1, padded // _WIDTH, -1).reshape(-1),
-        ).view(tokens, groups, padded)  # P
-        sums.mul_(self.scale)
+        weights = grouped.expand(tokens, groups, padded // _WIDTH, GROUP).reshape(-1)
+        # Positional: scale_grad_by_freq, mode, pruned_weights. Names cost as much as an operation.
+        sums: torch.Tensor = _embedding_bag(self.table, rows, bags, False, 0, False, weights)
+        sums = sums.view(tokens, groups, padded).mul_(self.scale)  # P
         if self.low is not None:
             sums.addcmul_(grouped.sum(-1), self.low)
-        return sums.sum(1)[:, : self.shape[0]]
+        y = sums.sum(1)
+        return y if padded == self.shape[0] else y[:, : self.shape[0]]
 
     def values(self) -> torch.Tensor:
         """Dequantised: fp32 [N, K], the transpose of a contiguous tensor."""

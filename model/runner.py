@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import tkernels
+from model import cpu_ops
 from model.kv_cache import (
     BlockAllocator,
     SequenceState,
@@ -28,7 +29,7 @@ def operations(kernels: str | None) -> tuple[str, Any]:
     on_cpu = tkernels.device.tensor_device().type == "cpu"
     name = kernels or ("torch" if on_cpu else "triton")
     if name == "torch":
-        return name, tkernels.reference
+        return name, cpu_ops if on_cpu else tkernels.reference
     try:
         tkernels.device.require_triton()
     except tkernels.UnsupportedError as error:

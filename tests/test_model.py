@@ -21,6 +21,7 @@ from checkpoints import (
 
 import tkernels
 from model import config as configs
+from model import cpu_ops
 from model.gguf_file import read_gguf
 from model.kv_cache import SequenceState
 from model.perplexity import perplexity, read_text
@@ -207,6 +208,43 @@ def test_kernels_equal_references(family: str, dev: torch.device) -> None:
         rows.append(runner.decode(sequences))
         results.append(torch.cat(rows))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama-bias"])
+def test_cpu_operations_equal_references(family: str) -> None:
+    """The short forms of one-token steps, on the same runner as the plain ones."""
+    prompts = [random_ids(331, n, seed=n) for n in (3, 18)]
+    results = []
+    for ops in (cpu_ops, tkernels.reference):
+        runner = new_runner(tiny(family).ours, ops)
+        poison(runner.cache)
+        sequences = [SequenceState(list(p)) for p in prompts]
+        rows = [runner.prefill(sequences)]
+        for step in (sequences[:1], sequences, sequences[1:]):
+            for s in step:
+                s.token_ids.append(5)
+            rows.append(runner.decode(step))
+        results.append(torch.cat(rows))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=TOLERANCE)
+
+
+def test_cpu_operations_take_what_they_cannot_shorten() -> None:
+    """Partial rotary heads, results elsewhere and other dtypes go to the reference."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(9, 8, generator=generator)
+    positions = torch.tensor([3])
+    for dtype, rotary in ((torch.float32, 8), (torch.bfloat16, 16), (torch.float32, 16)):
+        q, k = (torch.randn(1, n, 16, generator=generator).to(dtype) for n in (4, 2))
+        cache = torch.cat((table, table), dim=1)[:, :rotary].contiguous()
+        expected = tkernels.reference.rope(q, k, cache, positions)
+        cpu_ops.rope(q, k, cache, positions, q_out=q, k_out=k)
+        torch.testing.assert_close((q, k), expected)
+    x, residual = (torch.randn(1, 16, generator=generator).bfloat16() for _ in range(2))
+    weight = torch.randn(16, generator=generator).bfloat16()
+    torch.testing.assert_close(
+        cpu_ops.fused_add_rms_norm(x, residual, weight, eps=1e-6),
+        tkernels.reference.fused_add_rms_norm(x, residual, weight, eps=1e-6),
+    )
 
 
 def poison(cache: Any) -> None:

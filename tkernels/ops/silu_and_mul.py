@@ -32,7 +32,7 @@ def silu_and_mul_ref(
     """PyTorch version of ``silu_and_mul``: fp32 inside, rounded once."""
     gate, up = x.float().chunk(2, dim=-1)
     # torch's own silu(-inf) is NaN; the limit is 0, which it also gives far before that.
-    result = torch.nn.functional.silu(gate.clamp_min(-1e4)) * up
+    result = torch.nn.functional.silu(gate.clamp_min(-1e4)).mul_(up)
     return result.to(x.dtype) if out is None else out.copy_(result)
 
 

@@ -1,0 +1,70 @@
+"""The operations of a decode step on a CPU, in as few PyTorch calls as possible.
+
+``tkernels.reference`` says what each operation means, in the plainest code. Here the same results
+come of fewer steps where a step of the network takes one fp32 token: between two reads of weights,
+which empty the caches, each call of PyTorch costs about 10 us whatever it computes, and a layer
+made fifty of them. Everything else is the reference itself. The runner's inputs are trusted: slots
+and positions are in range.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from tkernels import reference
+from tkernels.reference import fused_qk_norm_rope, rms_norm, silu_and_mul
+
+Tensor = torch.Tensor
+
+__all__ = [
+    "append_paged_kv",
+    "fused_add_rms_norm",
+    "fused_qk_norm_rope",
+    "rms_norm",
+    "rope",
+    "silu_and_mul",
+]
+
+
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """As ``tkernels.fused_add_rms_norm``; one fp32 row sums its squares as a dot product."""
+    if x.shape[0] != 1 or x.dtype != torch.float32:
+        return reference.fused_add_rms_norm(x, residual, weight, eps=eps)
+    total = x + residual
+    row = total.view(-1)
+    mean = torch.dot(row, row).item() / row.shape[0]
+    return (total * weight).mul_((mean + eps) ** -0.5), total
+
+
+def rope(
+    q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, *, q_out: Tensor, k_out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As ``tkernels.rope``; whole fp32 heads turn in place: x * (c, c) + (b, a) * (-s, s)."""
+    half = q.shape[2] // 2
+    whole = cos_sin_cache.shape[1] == q.shape[2] == 2 * half
+    if not whole or q.dtype != torch.float32 or q_out is not q or k_out is not k:
+        return reference.rope(q, k, cos_sin_cache, positions, q_out=q_out, k_out=k_out)
+    cos, sin = _factors(cos_sin_cache, positions)
+    for heads in (q, k):
+        swapped = heads.roll(half, -1)
+        heads.mul_(cos).addcmul_(swapped, sin)
+    return q, k
+
+
+@functools.lru_cache(maxsize=1)  # tensors compare by identity: all layers of a step ask the same
+def _factors(cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(c, c) and (-s, s) of each token, [T, 1, D]."""
+    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def append_paged_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """As ``tkernels.append_paged_kv``; no slot is -1, and the cache is one row of slots."""
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new)
