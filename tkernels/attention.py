@@ -1,0 +1,156 @@
+"""What attention means here: the truth for one sequence, and checks that both kernels share.
+
+    s[h, i, j] = scale * q[i, h] . k[j, h // group]          (softcap c: c * tanh(s / c))
+    out[i, h]  = sum_j exp(s[h, i, j] - lse[i, h]) * v[j, h // group],  over the keys that i may see
+    lse[i, h]  = log(sum_j exp(s[h, i, j]) + exp(sinks[h]))
+
+Query i of Sq stands at position i + Sk - Sq: the last query at the last key. Causal: it sees keys
+up to its position p; with a window, keys p - window + 1 to p. A sink is a logit that takes its
+share of the softmax and has no value (gpt-oss). A row that sees nothing is zeros, its lse -inf (or
+the sink).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tkernels.check import (
+    FLOAT_DTYPES,
+    check_dtype,
+    check_last_contiguous,
+    check_positive,
+    check_shape,
+    check_tensor,
+    describe,
+)
+
+MAX_HEAD_DIM = 256
+
+
+def attention_ref(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+    softcap: float | None = None,
+    mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one sequence, in fp32 (fp64 where the inputs are).
+
+    Args:
+        q: [Sq, Hq, D]. k, v: [Sk, Hk, D], Hq a multiple of Hk.
+        mask: bool, broadcastable to [Hq, Sq, Sk], True = may be seen.
+        sinks: [Hq].
+
+    Returns:
+        out [Sq, Hq, D] and lse [Sq, Hq].
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    (n, heads, _), (m, kv_heads, _) = q.shape, k.shape
+    out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty((n, heads), dtype=dtype)
+    seen = _seen(n, m, causal, window, q.device)
+    for g in range(kv_heads):
+        mine = slice(g * heads // kv_heads, (g + 1) * heads // kv_heads)
+        s = torch.einsum("qhd,kd->hqk", q[:, mine].to(dtype), k[:, g].to(dtype)) * scale
+        if softcap is not None:
+            s = softcap * torch.tanh(s / softcap)
+        if seen is not None:
+            s = s.masked_fill(~seen, -math.inf)
+        if mask is not None:
+            s = s.masked_fill(~mask.expand(heads, n, m)[mine], -math.inf)
+        total = torch.logsumexp(s, -1)  # [heads, Sq]
+        if sinks is not None:
+            total = torch.logaddexp(total, sinks[mine, None].to(dtype))
+        weights = torch.exp(s - total.masked_fill(total == -math.inf, 0.0)[..., None])
+        out[:, mine] = torch.einsum("hqk,kd->qhd", weights, v[:, g].to(dtype))
+        lse[:, mine] = total.t()
+    return out, lse
+
+
+def _seen(
+    n: int, m: int, causal: bool, window: int | None, device: torch.device
+) -> torch.Tensor | None:
+    """bool [n, m]: which keys each query may see; None: all."""
+    if not causal:
+        return None
+    position = torch.arange(m - n, m, device=device)[:, None]
+    key = torch.arange(m, device=device)
+    seen = key <= position
+    return seen if window is None else seen & (key > position - window)
+
+
+# ---- checks ----------------------------------------------------------------------------------
+
+
+def check_query(op: str, q: torch.Tensor) -> None:
+    """q is [..., num_heads, head_dim] of a kind that the kernels compute in."""
+    check_tensor(op, "q", q)
+    check_dtype(op, "q", q, FLOAT_DTYPES)
+    check_last_contiguous(op, "q", q)
+    if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"{op}: head_dim must be 1 to {MAX_HEAD_DIM}, got q {describe(q)}")
+
+
+def check_keys(op: str, name: str, t: torch.Tensor, q: torch.Tensor, heads_at: int) -> None:
+    """Keys or values that suit ``q``: dtype, head_dim, and heads that divide its heads.
+
+    ``heads_at``: which dimension of ``t`` counts heads.
+    """
+    check_dtype(op, name, t, (q.dtype,))
+    check_last_contiguous(op, name, t)
+    if t.shape[-1] != q.shape[-1]:
+        raise ValueError(f"{op}: {name} must have head_dim {q.shape[-1]}, got {describe(t)}")
+    heads, kv_heads = q.shape[-2], t.shape[heads_at]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"{op}: {name} must have a number of heads that divides the {heads} of q, got "
+            f"{describe(t)}"
+        )
+
+
+def check_options(
+    op: str, scale: float | None, window: int | None, softcap: float | None, causal: bool
+) -> None:
+    """The plain values that decide what a score is and which are seen."""
+    if scale is not None:
+        check_positive(op, "scale", scale)
+    if softcap is not None:
+        check_positive(op, "softcap", softcap)
+    if window is None:
+        return
+    if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window < 2**31:
+        raise ValueError(f"{op}: window must be an int >= 1 or None, got {describe(window)}")
+    if not causal:
+        raise ValueError(f"{op}: window must be None where causal is False, got {window}")
+
+
+def check_sinks(op: str, sinks: torch.Tensor, num_heads: int) -> None:
+    """One fp32 logit a query head."""
+    check_tensor(op, "sinks", sinks)
+    check_dtype(op, "sinks", sinks, (torch.float32,))
+    check_shape(op, "sinks", sinks, num_heads=num_heads)
+    check_last_contiguous(op, "sinks", sinks)
+
+
+def check_offsets(op: str, name: str, t: torch.Tensor) -> None:
+    """int32 [num_sequences + 1], contiguous."""
+    check_tensor(op, name, t)
+    check_dtype(op, name, t, (torch.int32,))
+    if t.dim() != 1 or t.shape[0] < 1:
+        raise ValueError(f"{op}: {name} must have shape [num_sequences + 1], got {describe(t)}")
+    check_last_contiguous(op, name, t)
+
+
+def check_result(op: str, out: torch.Tensor, q: torch.Tensor) -> None:
+    """``out`` can take what has the shape of ``q``."""
+    check_tensor(op, "out", out)
+    check_dtype(op, "out", out, (q.dtype,))
+    if out.shape != q.shape:
+        raise ValueError(f"{op}: out must have shape {list(q.shape)}, got {describe(out)}")
+    check_last_contiguous(op, "out", out)
