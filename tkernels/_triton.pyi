@@ -1,7 +1,7 @@
 """How mypy sees ``triton`` and ``tl``: kernels are launched as ``kernel[grid](...)``."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 class Kernel:
     arg_names: list[str]
@@ -9,5 +9,8 @@ class Kernel:
     def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # from another kernel
 
+@overload
 def jit(fn: Callable[..., Any]) -> Kernel: ...
+@overload
+def jit(*, do_not_specialize: list[str]) -> Callable[[Callable[..., Any]], Kernel]: ...
 def __getattr__(name: str) -> Any: ...

@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import sys
 import threading
@@ -259,6 +260,21 @@ else:
         tl = importlib.import_module("triton.language")
 
 
+def triton_part(name: str) -> Any:
+    """Module ``name`` of triton, or a stand-in like those above where this triton has none."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("triton"):
+            raise
+        return _MissingTriton(name)
+
+
+def is_there(part: Any) -> bool:
+    """Whether ``triton_part`` found the module."""
+    return not isinstance(part, _MissingTriton)
+
+
 def _cuda_device() -> Device:
     if torch.version.hip:
         raise UnsupportedError(
@@ -428,6 +444,99 @@ def relaunching(
         again = (lambda *args: start(*args, *constants)) if constants else start
 
     return launch
+
+
+def bind_described(
+    kernel: Kernel,
+    grid: tuple[int, ...],
+    describe: tuple[Callable[[torch.Tensor], Any], ...],
+    **kwargs: Any,
+) -> Callable[..., None]:
+    """``bind`` for a kernel that reads its first arguments through tensor maps (Hopper's TMA).
+
+    ``describe[i](tensor)`` is Triton's description of argument i. Addresses must divide by 16.
+    """
+
+    def first(*args: Any) -> Any:
+        return kernel.run(*_described(describe, args), grid=grid, warmup=False, **kwargs)
+
+    if KIND != "cuda" or _COMPILE_ARCH:
+        return first
+    again: Callable[..., None] | None = None
+
+    def launch(*args: Any) -> None:
+        nonlocal again
+        if again is not None:
+            again(*args)
+            return
+        compiled = first(*args)
+        if compiled is not None and not hasattr(compiled, "result"):  # it ran, see relaunching
+            constants = tuple(kwargs[name] for name in kernel.arg_names[len(args) :])
+            again = _described_start(compiled, (*grid, 1, 1)[:3], describe, constants)
+
+    return launch
+
+
+def _described(
+    describe: tuple[Callable[[torch.Tensor], Any], ...], args: tuple[Any, ...]
+) -> list[Any]:
+    return [make(t) for make, t in zip(describe, args, strict=False)] + list(args[len(describe) :])
+
+
+_MAPS_LIMIT = 1024  # tensor maps remembered an argument: addresses of activations vary
+
+
+def _described_start(
+    compiled: Any,
+    grid: tuple[int, ...],
+    describe: tuple[Callable[[torch.Tensor], Any], ...],
+    constants: tuple[Any, ...],
+) -> Callable[..., None]:
+    """What starts ``compiled``, with tensor maps that are kept by address.
+
+    A tensor map is an address and a layout, and the layout is fixed here. Triton encodes all of
+    them anew at each launch, in a wrapper of its launcher, which is most of what a launch costs
+    (measured: CONTRIBUTING). This goes below the wrapper, as triton 3.6 has it, and through it
+    where triton is built otherwise or a profiler asked to be told of launches.
+    """
+    through = compiled[grid]
+    launcher, hooks, active = compiled.run, triton.knobs.runtime, triton.runtime.driver.active
+
+    def slow(*args: Any) -> None:
+        through(*_described(describe, args), *constants)
+
+    wrapper: Any = getattr(launcher, "launch", None)
+    inside = inspect.getclosurevars(wrapper).nonlocals if inspect.isfunction(wrapper) else {}
+    if set(inside) != {"launcher", "tensordesc_indices", "tensordesc_meta"} or (
+        launcher.global_scratch_size or launcher.profile_scratch_size
+    ):
+        return slow
+    below, layouts, count = inside["launcher"], inside["tensordesc_meta"], len(describe)
+    encode = wrapper.__globals__["make_tensordesc_arg"]
+    function, packed = compiled.function, compiled.packed_metadata
+    cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
+    index, stream_of = active.get_current_device(), active.get_current_stream
+    maps: list[dict[int, list[Any]]] = [{} for _ in describe]
+
+    def start(*args: Any) -> None:
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            slow(*args)
+            return
+        flat: list[Any] = []
+        for i in range(count):
+            address = args[i].data_ptr()
+            encoded = maps[i].get(address)
+            if encoded is None:
+                if len(maps[i]) >= _MAPS_LIMIT:
+                    maps[i].clear()
+                encoded = maps[i][address] = encode(describe[i](args[i]), layouts[i])
+            flat += encoded
+        # fmt: off
+        below(*grid, stream_of(index), function, cooperative, dependent, None, None, packed,
+              None, None, None, *flat, *args[count:], *constants)
+        # fmt: on
+
+    return start
 
 
 def cdiv(a: int, b: int) -> int:

@@ -151,7 +151,12 @@ def type_name(value: Any) -> str:
         return "u64" if value >= 2**63 else "i64"
     if isinstance(value, float):
         return "fp32"
-    raise TypeError(f"expected a tensor, bool, int or float as kernel argument, got {value!r}")
+    if hasattr(value, "block_shape"):  # a description of a tensor, to be read by TMA
+        dtype = _POINTER_NAMES[value.base.dtype]
+        return f"tensordesc<{dtype}{value.block_shape},{value.layout!r}>"
+    raise TypeError(
+        f"expected a tensor, its descriptor, bool, int or float as kernel argument, got {value!r}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,17 +176,20 @@ def compile_cuda(launch: Launch, capability: int) -> Resources:
     """
     compiler = importlib.import_module("triton.backends.compiler")
     source = importlib.import_module("triton.compiler").ASTSource
+    if launch.fn.is_gluon():
+        source = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
     for i, parameter in enumerate(launch.fn.params):
         value = launch.args[parameter.name]
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        special = type(value) is int and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (special and value == 1):
             signature[parameter.name] = "constexpr"
             constants[(i,)] = value
             continue
         signature[parameter.name] = type_name(value)
-        if isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0):
+        if isinstance(value, torch.Tensor) or (special and value % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
     compiled = device.triton.compile(
         source(fn=launch.fn, signature=signature, constexprs=constants, attrs=attributes),

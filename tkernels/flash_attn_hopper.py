@@ -1,0 +1,570 @@
+"""The body of ``flash_attn`` for Hopper (sm_90): ``variant`` "hopper" of its configs.
+
+One persistent program a core: one warp loads tiles with TMA, two groups of four warps multiply
+(wgmma) and take the softmax, each for its own half of BLOCK_M queries. While one group is in its
+softmax the other's products run: named barriers pass the tensor core to and fro (FlashAttention 3,
+Shah et al., 2024, arXiv 2407.08608, section 3.1), and within a group the product of the next scores
+is issued before the last weights meet their values (section 3.2). Key blocks go from last to first,
+so that those which must be masked come first. Tiles go longest first within a section of heads
+whose keys and values stay in L2.
+
+It is written in Gluon, because plain Triton schedules none of this itself (measured on an H100:
+0.62 of cuDNN's speed, and 1.04 to 1.12 with this body).
+
+A tensor map describes [batch, token, head, dim] with its strides, so views of a packed qkv are read
+as they are. Rows past a tensor's end arrive as zeros. Rows past a sequence's end in a packed batch
+belong to its neighbour: their scores are masked, and their values, which zero times NaN would
+spread, are zeroed in shared memory, in the last block alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tkernels import device
+from tkernels.device import Device, cdiv, next_power_of_2
+from tkernels.registry import Config
+
+if TYPE_CHECKING:
+    from tkernels import _triton as gl
+    from tkernels import _triton as gluon
+    from tkernels import _triton as hopper
+else:
+    gluon = device.triton_part("triton.experimental.gluon")
+    gl = device.triton_part("triton.experimental.gluon.language")
+    hopper = device.triton_part("triton.experimental.gluon.language.nvidia.hopper")
+
+# Its name in newer tritons, and in 3.6.
+_load_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+
+BLOCK_M = 128  # queries of a program: 64 for each group of four warps, what one wgmma takes
+
+_LOG2E = gl.constexpr(math.log2(math.e))
+_LN2 = gl.constexpr(math.log(2.0))
+
+
+# ---- the kernel: scheduling --------------------------------------------------------------------
+
+
+@gluon.jit
+def _tile_of(tile, n_m, n_batch_heads, section, n_heads):
+    """(tile of queries, batch, head): sections of heads, within one the longest tiles first."""
+    per_section = section * n_m
+    s = tile // per_section
+    rest = tile - s * per_section
+    width = gl.minimum(section, n_batch_heads - s * section)
+    batch_head = s * section + rest % width
+    return n_m - 1 - rest // width, batch_head // n_heads, batch_head % n_heads
+
+
+@gluon.jit
+def _sequence(batch, cu_q_ptr, cu_k_ptr, seqlen_q, seqlen_k, VARLEN: gl.constexpr):
+    """(index of the tensor maps' first dimension, first query, first key, queries, keys)."""
+    q_start = batch * 0
+    k_start = q_start
+    if VARLEN:
+        q_start = gl.load(cu_q_ptr + batch)
+        k_start = gl.load(cu_k_ptr + batch)
+        seqlen_q = gl.load(cu_q_ptr + batch + 1) - q_start
+        seqlen_k = gl.load(cu_k_ptr + batch + 1) - k_start
+        batch = batch * 0
+    return batch, q_start, k_start, seqlen_q, seqlen_k
+
+
+@gluon.jit
+def _key_blocks(
+    m, seqlen_q, seqlen_k, window, M: gl.constexpr, N: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """First and end of the key blocks that a tile of queries sees; one, masked, where none."""
+    end = seqlen_k
+    first = seqlen_k * 0
+    if CAUSAL:
+        end = gl.minimum((m + 1) * M + seqlen_k - seqlen_q, seqlen_k)
+    end = gl.maximum((end + N - 1) // N, 1)
+    if WINDOW:
+        first = gl.maximum(m * M + seqlen_k - seqlen_q - window + 1, 0) // N
+        first = gl.minimum(first, end - 1)
+    return first, end
+
+
+# ---- the kernel: one warp loads ----------------------------------------------------------------
+
+
+@gluon.jit
+def _load(
+    q_desc, k_desc, v_desc, buffers, bars, cu_q_ptr, cu_k_ptr, sizes,
+    M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
+):  # fmt: skip
+    q_s, k_s, v_s = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    max_q, max_k, window, n_heads, group, n_m, n_batch_heads, section, n_tiles = sizes
+    done = 0  # tiles of queries
+    count = 0  # blocks of keys
+    for tile in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        m, b, h = _tile_of(tile, n_m, n_batch_heads, section, n_heads)
+        b, q0, k0, seqlen_q, seqlen_k = _sequence(b, cu_q_ptr, cu_k_ptr, max_q, max_k, VARLEN)
+        if m * M < seqlen_q:
+            first, end = _key_blocks(m, seqlen_q, seqlen_k, window, M, N, CAUSAL, WINDOW)
+            for c in gl.static_range(2):
+                hopper.mbarrier.wait(q_empty.index(c), (done & 1) ^ 1)
+                hopper.mbarrier.expect(q_full.index(c), M // 2 * D * 2)
+                _load_tile(
+                    q_desc, [b, q0 + m * M + c * (M // 2), h, 0], q_full.index(c), q_s.index(c)
+                )
+            for j in range(end - first):
+                row = k0 + (end - 1 - j) * N
+                stage = count % STAGES
+                phase = ((count // STAGES) & 1) ^ 1
+                hopper.mbarrier.wait(k_empty.index(stage), phase)
+                hopper.mbarrier.expect(k_full.index(stage), N * D * 2)
+                _load_tile(k_desc, [b, row, h // group, 0], k_full.index(stage), k_s.index(stage))
+                hopper.mbarrier.wait(v_empty.index(stage), phase)
+                hopper.mbarrier.expect(v_full.index(stage), N * D * 2)
+                _load_tile(v_desc, [b, row, h // group, 0], v_full.index(stage), v_s.index(stage))
+                count += 1
+            done += 1
+
+
+# ---- the kernel: two groups of four warps multiply ---------------------------------------------
+
+
+@gluon.jit
+def _take_turn(bar):
+    """Wait until the other group passes the tensor core on."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(bar)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _pass_turn(bar):
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [gl.to_tensor(bar)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _capped(s, cap_scale):
+    """tanh(s * cap_scale) by one exponential: overflow gives 1, underflow -1."""
+    return 1.0 - 2.0 / (1.0 + gl.exp2(s * (cap_scale * (2.0 * _LOG2E))))
+
+
+@gluon.jit
+def _seen(s, cols, last, window, WINDOW: gl.constexpr):
+    """Scores of keys that a row may see, else -inf; ``last`` is each row's last one."""
+    ok = cols[None, :] <= last[:, None]
+    if WINDOW:
+        ok = ok & (cols[None, :] > (last - window)[:, None])
+    return gl.where(ok, s, float("-inf"))
+
+
+@gluon.jit
+def _zero_rows(tile, n_rows, N: gl.constexpr, D: gl.constexpr):
+    """Zero the rows of a tile in shared memory from ``n_rows`` on.
+
+    Both groups do it, before their own use, and write the same.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    for i in gl.static_range(N // 32):
+        if (i + 1) * 32 > n_rows:
+            part = tile.slice(i * 32, 32)
+            rows = i * 32 + gl.arange(0, 32, gl.SliceLayout(1, layout))
+            values = part.load(layout)
+            part.store(gl.where((rows < n_rows)[:, None], values, gl.zeros_like(values)))
+    hopper.fence_async_shared()
+
+
+@gluon.jit
+def _attend(
+    SIDE: gl.constexpr, buffers, bars, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, strides,
+    scale_log2, cap_scale, sizes, HEAD_DIM: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr,
+    SINKS: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    q_s, k_s, v_s = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    max_q, max_k, window, n_heads, _, n_m, n_batch_heads, section, n_tiles = sizes
+    stride_ob, stride_os, stride_oh, stride_lb, stride_ls, stride_lh = strides
+    HALF: gl.constexpr = M // 2
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    dtype: gl.constexpr = q_s.dtype
+    MINE: gl.constexpr = 8 + SIDE  # named barriers; Triton's own stand below 8
+    OTHER: gl.constexpr = 9 - SIDE
+    done = 0
+    count = 0
+    q = q_s.index(SIDE).reshape([HALF, D])
+    if SIDE == 1:
+        _pass_turn(OTHER)
+    for tile in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        m_tile, b, h = _tile_of(tile, n_m, n_batch_heads, section, n_heads)
+        b, q0, _, seqlen_q, seqlen_k = _sequence(b, cu_q_ptr, cu_k_ptr, max_q, max_k, VARLEN)
+        if m_tile * M < seqlen_q:
+            first, end = _key_blocks(m_tile, seqlen_q, seqlen_k, window, M, N, CAUSAL, WINDOW)
+            row0 = m_tile * M + SIDE * HALF
+            rows = row0 + gl.arange(0, HALF, gl.SliceLayout(1, s_layout))
+            cols = gl.arange(0, N, gl.SliceLayout(0, s_layout))
+            shift = seqlen_k - seqlen_q  # the last query stands at the last key
+            acc = gl.zeros([HALF, D], gl.float32, o_layout)
+            zero = gl.zeros([HALF, N], gl.float32, s_layout)
+
+            # The last block of keys: nothing to multiply its weights with is at hand yet.
+            stage = count % STAGES
+            phase = (count // STAGES) & 1
+            n0 = (end - 1) * N
+            hopper.mbarrier.wait(q_full.index(SIDE), done & 1)
+            hopper.mbarrier.wait(k_full.index(stage), phase)
+            _take_turn(MINE)
+            k = k_s.index(stage).reshape([N, D]).permute([1, 0])
+            s = hopper.warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+            _pass_turn(OTHER)
+            s = hopper.warpgroup_mma_wait(0, deps=[s])
+            hopper.mbarrier.arrive(k_empty.index(stage), count=1)
+            if SOFTCAP:
+                s = _capped(s, cap_scale)
+            if CAUSAL:  # no query stands past the last key, so that the tail is masked too
+                s = _seen(s, cols, rows + (shift - n0), window, WINDOW)
+            else:
+                s = gl.where((cols < seqlen_k - n0)[None, :], s, float("-inf"))
+            m = gl.max(s, 1)
+            m_log2 = gl.where(m == float("-inf"), 0.0, m * scale_log2)  # -inf - -inf is NaN
+            p = gl.exp2(s * scale_log2 - m_log2[:, None])
+            total = gl.sum(p, 1)
+            p = gl.convert_layout(p.to(dtype), p_layout)
+            hopper.mbarrier.wait(v_full.index(stage), phase)
+            if VARLEN:  # noqa: SIM102 (what is known at compile time stands alone)
+                if n0 + N > seqlen_k:
+                    _zero_rows(v_s.index(stage).reshape([N, D]), seqlen_k - n0, N, D)
+
+            for _ in range(end - first - 1):
+                v_stage = stage
+                count += 1
+                stage = count % STAGES
+                phase = (count // STAGES) & 1
+                n0 -= N
+                hopper.mbarrier.wait(k_full.index(stage), phase)
+                _take_turn(MINE)
+                k = k_s.index(stage).reshape([N, D]).permute([1, 0])
+                s = hopper.warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+                v = v_s.index(v_stage).reshape([N, D])
+                acc = hopper.warpgroup_mma(p, v, acc, is_async=True)
+                _pass_turn(OTHER)
+                s = hopper.warpgroup_mma_wait(1, deps=[s])
+                hopper.mbarrier.arrive(k_empty.index(stage), count=1)
+                if SOFTCAP:
+                    s = _capped(s, cap_scale)
+                if CAUSAL:
+                    edge = n0 + N - 1 > row0 + shift
+                    if WINDOW:
+                        edge = edge | (n0 < row0 + HALF + shift - window)
+                    if edge:
+                        s = _seen(s, cols, rows + (shift - n0), window, WINDOW)
+                m_new = gl.maximum(m, gl.max(s, 1))
+                m_log2 = gl.where(m_new == float("-inf"), 0.0, m_new * scale_log2)
+                p = gl.exp2(s * scale_log2 - m_log2[:, None])
+                alpha = gl.exp2(m * scale_log2 - m_log2)
+                total = total * alpha + gl.sum(p, 1)
+                m = m_new
+                # A wait is a loop, over which ptxas does not lift the next line: without it the
+                # product would be waited for before the softmax above.
+                hopper.mbarrier.wait(v_full.index(stage), phase)
+                acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+                hopper.mbarrier.arrive(v_empty.index(v_stage), count=1)
+                acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
+                p = gl.convert_layout(p.to(dtype), p_layout)
+
+            hopper.mbarrier.arrive(q_empty.index(SIDE), count=1)
+            v = v_s.index(stage).reshape([N, D])
+            acc = hopper.warpgroup_mma(p, v, acc, is_async=True)
+            acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+            hopper.mbarrier.arrive(v_empty.index(stage), count=1)
+            count += 1
+            done += 1
+
+            m_log2 = m * scale_log2
+            top = m_log2
+            if SINKS:
+                sink = gl.load(sinks_ptr + h) * _LOG2E
+                top = gl.maximum(top, sink)
+            base = gl.where(top == float("-inf"), 0.0, top)
+            kept = gl.exp2(m_log2 - base)
+            total = total * kept
+            if SINKS:
+                total += gl.exp2(sink - base)
+            if LSE:
+                lse_rows = lse_ptr + b.to(gl.int64) * stride_lb + h.to(gl.int64) * stride_lh
+                lse_rows += (q0 + rows).to(gl.int64) * stride_ls
+                gl.store(lse_rows, (base + gl.log2(total)) * _LN2, mask=rows < seqlen_q)
+            share = gl.where(total == 0.0, 0.0, kept / total)
+            o = (acc * gl.convert_layout(share, o_rows)[:, None]).to(dtype)
+            o = gl.convert_layout(o, store_layout)
+            o_row = row0 + gl.arange(0, HALF, gl.SliceLayout(1, store_layout))
+            o_col = gl.arange(0, D, gl.SliceLayout(0, store_layout))
+            out_rows = out_ptr + b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
+            offsets = (q0 + o_row).to(gl.int64) * stride_os
+            ok = (o_row < seqlen_q)[:, None]
+            if HEAD_DIM < D:
+                ok = ok & (o_col < HEAD_DIM)[None, :]
+            gl.store(out_rows + offsets[:, None] + o_col[None, :], o, mask=ok)
+    if SIDE == 0:
+        _take_turn(MINE)
+
+
+@gluon.jit(do_not_specialize=["max_q", "max_k", "window", "n_heads", "group", "n_m",
+                              "n_batch_heads", "section", "n_tiles"])  # fmt: skip
+def _flash_attn_hopper_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_ptr,
+    lse_ptr,
+    sinks_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    scale_log2,  # of the scores (of the softcap, where there is one) times log2(e)
+    cap_scale,  # scale / softcap
+    stride_ob,
+    stride_os,
+    stride_oh,
+    stride_lb,
+    stride_ls,
+    stride_lh,
+    max_q,
+    max_k,
+    window,
+    n_heads,
+    group,  # query heads a key head
+    n_m,  # tiles of queries of the longest sequence
+    n_batch_heads,
+    section,
+    n_tiles,
+    HEAD_DIM: gl.constexpr,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    VARLEN: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    SINKS: gl.constexpr,
+    LSE: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    bar_layout: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    q_s = gl.allocate_shared_memory(dtype, [2, 1, M // 2, 1, D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, N, 1, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, N, 1, D], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    for i in gl.static_range(2):
+        hopper.mbarrier.init(q_full.index(i), count=1)
+        hopper.mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        hopper.mbarrier.init(k_full.index(i), count=1)
+        hopper.mbarrier.init(k_empty.index(i), count=2)
+        hopper.mbarrier.init(v_full.index(i), count=1)
+        hopper.mbarrier.init(v_empty.index(i), count=2)
+    hopper.fence_async_shared()
+    buffers = (q_s, k_s, v_s)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    sizes = (max_q, max_k, window, n_heads, group, n_m, n_batch_heads, section, n_tiles)
+    strides = (stride_ob, stride_os, stride_oh, stride_lb, stride_ls, stride_lh)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_attend, (0, buffers, bars, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, strides,
+                       scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES, CAUSAL, WINDOW,
+                       VARLEN, SOFTCAP, SINKS, LSE)),
+            (_attend, (1, buffers, bars, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, strides,
+                       scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES, CAUSAL, WINDOW,
+                       VARLEN, SOFTCAP, SINKS, LSE)),
+            (_load, (q_desc, k_desc, v_desc, buffers, bars, cu_q_ptr, cu_k_ptr, sizes, M, N, D,
+                     STAGES, CAUSAL, WINDOW, VARLEN)),
+        ],
+        [4, 1], [240, 24])
+    # fmt: on
+
+
+# ---- host --------------------------------------------------------------------------------------
+
+
+def why_unfit(
+    dtype: torch.dtype, head_dim: int, aligned: bool, has_mask: bool, dev: Device
+) -> str | None:
+    """Reason why this body cannot serve such a problem, whatever the config; None: it can."""
+    if dev.arch != "sm90":
+        return f"variant hopper needs an sm90 device, got {dev.arch}"
+    if not device.is_there(gl):
+        return "variant hopper needs a triton that has Gluon (3.6 or newer), got none"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"variant hopper needs bfloat16 or float16, got {dtype}"
+    if head_dim % 8 or not 8 <= head_dim <= 256:
+        return f"variant hopper needs a head_dim of 8 to 256 that divides by 8, got {head_dim}"
+    if not aligned:
+        return "variant hopper needs strides of q, k and v that divide by 16 bytes"
+    return "variant hopper has no mask argument" if has_mask else None
+
+
+def is_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether tensor maps can express the strides: positive multiples of 16 bytes."""
+    return all(
+        stride > 0 and stride * t.element_size() % 16 == 0
+        for t in tensors
+        for stride, size in zip(t.stride()[:-1], t.shape[:-1], strict=True)
+        if size > 1
+    )
+
+
+def why_illegal(config: Config, head_dim: int, dev: Device) -> str | None:
+    """Reason why a config of this body cannot be launched for such heads; None: it can."""
+    n, stages, dim = config["BLOCK_N"], config["num_stages"], _block_dim(head_dim)
+    if config["BLOCK_M"] != BLOCK_M:
+        return f"variant hopper has BLOCK_M {BLOCK_M}, got {config['BLOCK_M']}"
+    # Scores, weights and result stand in the 240 registers that a thread of a group has.
+    most = 128 if dim <= 128 else 64
+    if n not in (32, 64, 128) or n > most:
+        return f"variant hopper needs BLOCK_N of 32 to {most} for head_dim {head_dim}, got {n}"
+    if stages < 2:
+        return f"variant hopper needs num_stages of 2 or more, got {stages}"
+    if config["SECTION"] < 1:
+        return f"SECTION must be 1 or more, got {config['SECTION']}"
+    used = _shared_bytes(n, stages, dim)
+    if used > dev.local_mem_bytes:
+        return f"tiles take {used} bytes of shared memory, more than {dev.local_mem_bytes}"
+    return None
+
+
+def default_config(head_dim: int) -> dict[str, int]:
+    """The measured best of this body: whole tiles in shared memory, as many as fit."""
+    dim = _block_dim(head_dim)
+    n = 128 if dim <= 128 else 64
+    return {"BLOCK_M": BLOCK_M, "BLOCK_N": n, "num_stages": 4 if dim == 64 else 2, "SECTION": 8}
+
+
+def _block_dim(head_dim: int) -> int:
+    """Heads are padded with zeros by the tensor map: 64 values are one 128-byte swizzle row."""
+    return max(64, next_power_of_2(head_dim))
+
+
+def _shared_bytes(n: int, stages: int, dim: int) -> int:
+    """As the compiler lays it out: q, stages of k and v, the result's way out, barriers."""
+    return (
+        2 * (BLOCK_M * dim + 2 * stages * n * dim)
+        + max(16384, 128 * dim)
+        + 40
+        + 64 * cdiv(stages, 2)
+    )
+
+
+def bind(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    n_sequences: int | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    has_sinks: bool,
+    config: Config,
+) -> Callable[..., None]:
+    """``launch(q, k, v, out, lse, sinks, cu_seqlens_q, cu_seqlens_k)`` for tensors like these.
+
+    Dense tensors are [B, S, H, D], and ``n_sequences`` is None; of packed ones it is the number of
+    sequences, and they are [T, H, D]. Only metadata is read here; ``out`` and ``lse`` may be meta
+    tensors. ``config`` has BLOCK_M, BLOCK_N, num_stages and SECTION. ``scale`` (or ``softcap``)
+    must be positive, no tensor empty. Absent tensors (lse, sinks, offsets) are None, here and
+    later. ``launch`` needs q, k and v at addresses that divide by 16.
+    """
+    varlen = n_sequences is not None
+    n_batch = q.shape[0] if n_sequences is None else n_sequences
+    n_heads, head_dim = q.shape[-2:]
+    n, dim = config["BLOCK_N"], _block_dim(head_dim)
+    n_m = cdiv(max_seqlen_q, BLOCK_M)
+    n_tiles = n_m * n_batch * n_heads
+    out_strides = ((0,) if varlen else ()) + out.stride()[:-1]
+    lse_strides = (0, 0, 0) if lse is None else ((0,) if varlen else ()) + lse.stride()
+    factor = scale if softcap is None else softcap
+    numbers = (
+        factor * math.log2(math.e),
+        1.0 if softcap is None else scale / softcap,
+        *out_strides,
+        *lse_strides,
+        max_seqlen_q,
+        max_seqlen_k,
+        window or 0,
+        n_heads,
+        n_heads // k.shape[-2],
+        n_m,
+        n_batch * n_heads,
+        config["SECTION"],
+        n_tiles,
+    )
+    constants = {
+        "HEAD_DIM": head_dim,
+        "M": BLOCK_M,
+        "N": n,
+        "D": dim,
+        "STAGES": config["num_stages"],
+        "CAUSAL": causal,
+        "WINDOW": window is not None,
+        "VARLEN": varlen,
+        "SOFTCAP": softcap is not None,
+        "SINKS": has_sinks,
+        "LSE": lse is not None,
+    }
+    boxes = (BLOCK_M // 2, n, n)
+    start = device.bind_described(
+        _flash_attn_hopper_kernel,
+        (min(n_tiles, device.current().num_cores),),
+        tuple(_describer(t, box, dim) for t, box in zip((q, k, v), boxes, strict=True)),
+        num_warps=4,
+        **constants,
+    )
+    return lambda *tensors: start(*tensors, *numbers)
+
+
+def _describer(like: torch.Tensor, n_rows: int, dim: int) -> Callable[[torch.Tensor], Any]:
+    """What makes the tensor map's description of a tensor laid out as ``like``.
+
+    Shape and strides are those of ``like``. Their check is ours (``is_aligned``): Triton's takes
+    five times as long as the rest.
+    """
+    shape, strides = list(like.shape), list(like.stride())
+    if len(shape) == 3:
+        shape, strides = [1, *shape], [8 * strides[0], *strides]
+    for i in range(3):  # never stepped over, but a tensor map refuses odd strides here too
+        if shape[i] == 1:
+            strides[i] = 8 * max(1, strides[i])
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    cls = device.triton_part("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
+
+    def describe(tensor: torch.Tensor) -> Any:
+        made = cls.__new__(cls)
+        made.base, made.shape, made.strides = tensor, shape, strides
+        made.block_shape, made.layout = [1, n_rows, 1, dim], layout
+        return made
+
+    return describe
