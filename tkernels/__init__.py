@@ -10,6 +10,7 @@ from tkernels import device, reference  # isort: skip  (device decides how trito
 from tkernels.config import force_config
 from tkernels.device import UnsupportedError
 from tkernels.ops.append_paged_kv import append_paged_kv
+from tkernels.ops.flash_attn import flash_attn
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
 from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope
 from tkernels.ops.merge_attn_states import merge_attn_states
@@ -25,6 +26,7 @@ __all__ = [
     "append_paged_kv",
     "build_cos_sin_cache",
     "device",
+    "flash_attn",
     "force_config",
     "fused_add_rms_norm",
     "fused_qk_norm_rope",

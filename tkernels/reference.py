@@ -4,6 +4,7 @@
 """
 
 from tkernels.ops.append_paged_kv import append_paged_kv_ref as append_paged_kv
+from tkernels.ops.flash_attn import flash_attn_ref as flash_attn
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm_ref as fused_add_rms_norm
 from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope_ref as fused_qk_norm_rope
 from tkernels.ops.merge_attn_states import merge_attn_states_ref as merge_attn_states
@@ -13,6 +14,7 @@ from tkernels.ops.silu_and_mul import silu_and_mul_ref as silu_and_mul
 
 __all__ = [
     "append_paged_kv",
+    "flash_attn",
     "fused_add_rms_norm",
     "fused_qk_norm_rope",
     "merge_attn_states",
