@@ -83,39 +83,55 @@ def flash_attn_ref(
     return (out, lse) if return_lse else out
 
 
+# ---- kernel ------------------------------------------------------------------------------------
 # fmt: off
+
+
+@triton.jit
+def _capped(s, cap_scale, PRECISE: tl.constexpr):
+    """tanh(s * cap_scale) by one exponential, whose overflow gives 1 and underflow -1."""
+    x = s * cap_scale
+    y = 1.0 - 2.0 / (1.0 + tl.math.exp2(x * 2.8853900817779268))
+    if PRECISE:  # near zero the difference above has no more than the digits of 1.0
+        x2 = x * x
+        series = 0.13333333 + x2 * (-0.053968254 + x2 * 0.021869489)
+        series = x * (1.0 + x2 * (-0.33333333 + x2 * series))
+        y = tl.where(tl.abs(x) < 0.3, series, y)
+    return y
+
+
 @triton.jit
 def _attend(
-    acc, m, total, q, first, end,  # blocks of BLOCK_N keys to look at
+    acc, top, total, q, first, end,  # blocks of BLOCK_N keys to look at
     row, row_ok, position0,  # position of row 0 of the tile
     seqlen_k, k_ptr, v_ptr, mask_ptr, stride_ks, stride_vs, stride_mk, mask_rows,
     window, score_scale, cap_scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
+    HAS_MASK: tl.constexpr, FAR: tl.constexpr,
 ):
-    # fmt: on
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
+    far = n
+    if FAR:  # a block spans more than 32 bits can count
+        far = n.to(tl.int64)
+    k_tile = far[:, None] * stride_ks + d[None, :]
+    v_tile = far[:, None] * stride_vs + d[None, :]
     for block in range(first, end):
         start = block * BLOCK_N
-        keys = (start + n).to(tl.int64)
-        k_ptrs = k_ptr + keys[:, None] * stride_ks + d[None, :]
-        v_ptrs = v_ptr + keys[:, None] * stride_vs + d[None, :]
+        start64 = tl.cast(start, tl.int64)
+        k_ptrs = k_ptr + start64 * stride_ks + k_tile
         # Rows past the sequence's end may be a neighbour's, and 0 * NaN is NaN: they read as 0.
         if MASKED:
             there = (n < seqlen_k - start)[:, None] & (d < HEAD_DIM)[None, :]
             k = tl.load(k_ptrs, mask=there, other=0.0)
-            v = tl.load(v_ptrs, mask=there, other=0.0)
         elif BLOCK_D == HEAD_DIM:
             k = tl.load(k_ptrs)
-            v = tl.load(v_ptrs)
         else:
             k = tl.load(k_ptrs, mask=(d < HEAD_DIM)[None, :], other=0.0)
-            v = tl.load(v_ptrs, mask=(d < HEAD_DIM)[None, :], other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if HAS_SOFTCAP:  # tanh by an exponential that may overflow: 2 / (1 + inf) is 0
-            s = 1.0 - 2.0 / (1.0 + tl.math.exp2(s * cap_scale))
+        if HAS_SOFTCAP:
+            s = _capped(s, cap_scale, q.dtype == tl.float32)
         if MASKED:
             # Ascend overlaps its two kinds of cores only where the score's mask compares a constant
             # vector with a moving scalar, so no index that the loads have computed is used here.
@@ -126,33 +142,42 @@ def _attend(
             else:
                 sees = (n < seqlen_k - start)[None, :]
             if HAS_MASK:
-                mask_ptrs = mask_ptr + mask_rows[:, None] + keys[None, :] * stride_mk
+                mask_ptrs = mask_ptr + start64 * stride_mk + mask_rows[:, None]
                 given = row_ok[:, None] & (n < seqlen_k - start)[None, :]
-                sees = sees & (tl.load(mask_ptrs, mask=given, other=0) != 0)
+                mask = tl.load(mask_ptrs + n.to(tl.int64)[None, :] * stride_mk, mask=given, other=0)
+                sees = sees & (mask != 0)
             s = tl.where(sees, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * score_scale)
-        p = tl.math.exp2(s * score_scale - m_new[:, None])
-        shrink = tl.math.exp2(m - m_new)
+        new_top = tl.maximum(top, tl.max(s, 1) * score_scale)
+        p = tl.math.exp2(s * score_scale - new_top[:, None])
+        shrink = tl.math.exp2(top - new_top)
         total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        m = m_new
-    return acc, m, total
+        acc = acc * shrink[:, None]
+        v_ptrs = v_ptr + start64 * stride_vs + v_tile
+        if MASKED:
+            v = tl.load(v_ptrs, mask=there, other=0.0)
+        elif BLOCK_D == HEAD_DIM:
+            v = tl.load(v_ptrs)
+        else:
+            v = tl.load(v_ptrs, mask=(d < HEAD_DIM)[None, :], other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        top = new_top
+    return acc, top, total
 
 
-# fmt: off
-# Sizes vary from call to call; a program for each that is 1 or divides by 16 would gain nothing.
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "n_row_tiles", "n_batch_heads", "section",
-                               "window", "n_tiles"])
+@triton.jit(do_not_specialize=[
+    "seqlen_q", "seqlen_k", "n_row_tiles", "n_batch_heads", "section", "window", "n_tiles"])
 def _flash_attn_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
     stride_vh, stride_ob, stride_os, stride_oh, stride_mb, stride_mh, stride_mq, stride_mk,
-    seqlen_q, seqlen_k, n_row_tiles, n_batch_heads, section, window, score_scale, cap_scale,
+    seqlen_q, seqlen_k, n_row_tiles, n_batch_heads, section, window,
+    score_scale, cap_scale,  # factor of a capped score, times log2(e), and of one to be capped
     n_tiles,
     N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, VARLEN: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr, ONE_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LSE: tl.constexpr, FAR: tl.constexpr, ONE_TILE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     if ONE_TILE:
         _flash_attn_tile(
@@ -161,7 +186,7 @@ def _flash_attn_kernel(
             stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_mb, stride_mh, stride_mq,
             stride_mk, seqlen_q, seqlen_k, n_row_tiles, n_batch_heads, section, window,
             score_scale, cap_scale, N_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_D, VARLEN, CAUSAL,
-            HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, HAS_SINKS, HAS_LSE, BLOCK_M, BLOCK_N)
+            HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, HAS_SINKS, HAS_LSE, FAR, BLOCK_M, BLOCK_N)
     else:
         for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
             _flash_attn_tile(
@@ -170,8 +195,8 @@ def _flash_attn_kernel(
                 stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_mb,
                 stride_mh, stride_mq, stride_mk, seqlen_q, seqlen_k, n_row_tiles, n_batch_heads,
                 section, window, score_scale, cap_scale, N_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_D,
-                VARLEN, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, HAS_SINKS, HAS_LSE, BLOCK_M,
-                BLOCK_N)
+                VARLEN, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, HAS_SINKS, HAS_LSE, FAR,
+                BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -183,9 +208,8 @@ def _flash_attn_tile(
     N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, VARLEN: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LSE: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    # fmt: on
     # Which queries: sections of heads, within one the longest tiles first.
     section_tiles = section * n_row_tiles
     section0 = tile // section_tiles * section
@@ -203,8 +227,8 @@ def _flash_attn_tile(
         seqlen_k = tl.load(cu_k_ptr + batch + 1) - first_k
     if row0 < seqlen_q:
         kv_head = (head // (N_HEADS // N_KV_HEADS)).to(tl.int64)
-        b = batch.to(tl.int64)
-        h = head.to(tl.int64)
+        head = head.to(tl.int64)
+        batch = batch.to(tl.int64)
         row = tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)
         row_ok = row < seqlen_q - row0
@@ -213,24 +237,24 @@ def _flash_attn_tile(
             token0 = tl.cast(first_q, tl.int64) + row0
             k_ptr += tl.cast(first_k, tl.int64) * stride_ks + kv_head * stride_kh
             v_ptr += tl.cast(first_k, tl.int64) * stride_vs + kv_head * stride_vh
-            q_ptr += token0 * stride_qs + h * stride_qh
-            out_ptr += token0 * stride_os + h * stride_oh
+            q_ptr += token0 * stride_qs + head * stride_qh
+            out_ptr += token0 * stride_os + head * stride_oh
         else:
-            token0 = b * seqlen_q + row0  # in lse, which is contiguous
-            k_ptr += b * stride_kb + kv_head * stride_kh
-            v_ptr += b * stride_vb + kv_head * stride_vh
-            q_ptr += b * stride_qb + row0.to(tl.int64) * stride_qs + h * stride_qh
-            out_ptr += b * stride_ob + row0.to(tl.int64) * stride_os + h * stride_oh
-        far = row.to(tl.int64)[:, None]
-        q = tl.load(q_ptr + far * stride_qs + d[None, :], mask=ok, other=0.0)
-        mask_rows = row.to(tl.int64)
+            token0 = batch * seqlen_q + row0  # in lse, which is contiguous
+            k_ptr += batch * stride_kb + kv_head * stride_kh
+            v_ptr += batch * stride_vb + kv_head * stride_vh
+            q_ptr += batch * stride_qb + row0.to(tl.int64) * stride_qs + head * stride_qh
+            out_ptr += batch * stride_ob + row0.to(tl.int64) * stride_os + head * stride_oh
+        far = row.to(tl.int64)
+        q = tl.load(q_ptr + far[:, None] * stride_qs + d[None, :], mask=ok, other=0.0)
+        mask_rows = far
         if HAS_MASK:
-            mask_ptr += b * stride_mb + h * stride_mh
-            mask_rows = (row0 + row).to(tl.int64) * stride_mq
+            mask_ptr += batch * stride_mb + head * stride_mh + row0.to(tl.int64) * stride_mq
+            mask_rows = far * stride_mq
 
         # Blocks of keys: [first, whole) and [whole_end, end) need a mask, those between do not.
         # A maximum starts below any score; it is finite, so that two of them can be subtracted.
-        m = tl.full([BLOCK_M], -1.0e30, tl.float32)
+        top = tl.full([BLOCK_M], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         position0 = row0 + seqlen_k - seqlen_q
@@ -248,41 +272,43 @@ def _flash_attn_tile(
             first = tl.maximum(position0 - window + 1, 0) // BLOCK_N
             whole = (tl.maximum(position0 + BLOCK_M - window, 0) + BLOCK_N - 1) // BLOCK_N
             whole = tl.minimum(whole, end)
-            # fmt: off
-            acc, m, total = _attend(
-                acc, m, total, q, first, whole, row, row_ok, position0, seqlen_k, k_ptr, v_ptr,
+            acc, top, total = _attend(
+                acc, top, total, q, first, whole, row, row_ok, position0, seqlen_k, k_ptr, v_ptr,
                 mask_ptr, stride_ks, stride_vs, stride_mk, mask_rows, window, score_scale,
                 cap_scale, HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, True, HAS_WINDOW, HAS_SOFTCAP,
-                HAS_MASK)
+                HAS_MASK, FAR)
             first = tl.maximum(first, whole)
         if not HAS_MASK:
-            acc, m, total = _attend(
-                acc, m, total, q, first, whole_end, row, row_ok, position0, seqlen_k, k_ptr, v_ptr,
-                mask_ptr, stride_ks, stride_vs, stride_mk, mask_rows, window, score_scale,
+            acc, top, total = _attend(
+                acc, top, total, q, first, whole_end, row, row_ok, position0, seqlen_k, k_ptr,
+                v_ptr, mask_ptr, stride_ks, stride_vs, stride_mk, mask_rows, window, score_scale,
                 cap_scale, HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, False, HAS_WINDOW, HAS_SOFTCAP,
-                HAS_MASK)
-        acc, m, total = _attend(
-            acc, m, total, q, tl.maximum(first, whole_end), end, row, row_ok, position0, seqlen_k,
-            k_ptr, v_ptr, mask_ptr, stride_ks, stride_vs, stride_mk, mask_rows, window,
+                HAS_MASK, FAR)
+        acc, top, total = _attend(
+            acc, top, total, q, tl.maximum(first, whole_end), end, row, row_ok, position0,
+            seqlen_k, k_ptr, v_ptr, mask_ptr, stride_ks, stride_vs, stride_mk, mask_rows, window,
             score_scale, cap_scale, HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, True, HAS_WINDOW,
-            HAS_SOFTCAP, HAS_MASK)
-        # fmt: on
+            HAS_SOFTCAP, HAS_MASK, FAR)
 
         if HAS_SINKS:
-            sink = tl.load(sinks_ptr + h) * 1.4426950408889634
-            m_all = tl.maximum(m, sink)
-            shrink = tl.math.exp2(m - m_all)
+            sink = tl.load(sinks_ptr + head) * 1.4426950408889634
+            new_top = tl.maximum(top, sink)
+            shrink = tl.math.exp2(top - new_top)
             acc = acc * shrink[:, None]
-            total = total * shrink + tl.math.exp2(sink - m_all)
-            m = m_all
+            total = total * shrink + tl.math.exp2(sink - new_top)
+            top = new_top
         nothing = total == 0.0
         total = tl.where(nothing, 1.0, total)
-        out_ptrs = out_ptr + far * stride_os + d[None, :]
+        out_ptrs = out_ptr + far[:, None] * stride_os + d[None, :]
         tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
         if HAS_LSE:
-            lse = (m + tl.math.log2(total)) * 0.6931471805599453
+            lse = (top + tl.math.log2(total)) * 0.6931471805599453
             lse = tl.where(nothing, float("-inf"), lse)
-            tl.store(lse_ptr + (token0 + row) * N_HEADS + h, lse, mask=row_ok)
+            tl.store(lse_ptr + (token0 + row) * N_HEADS + head, lse, mask=row_ok)
+
+
+# fmt: on
+# ---- launch ------------------------------------------------------------------------------------
 
 
 @op
@@ -634,7 +660,7 @@ def _make_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
 
     if p["packed_qkv"]:
         qkv = random(p["batch"], p["seqlen_q"], heads + 2 * kv_heads, dim)
-        q, k, v = torch.split(qkv, (heads, kv_heads, kv_heads), dim=2)
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=2)
     elif lengths:
         n_q, n_k = (sum(pair[i] for pair in lengths) for i in (0, 1))
         q, k, v = (random(n, h, dim) for n, h in ((n_q, heads), (n_k, kv_heads), (n_k, kv_heads)))
