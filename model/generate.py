@@ -7,13 +7,11 @@ once.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +68,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help='one prompt a line (blank lines are skipped), or .jsonl with a field "prompt"',
     )
     add("--batch-size", type=int, default=8, help="prompts computed together (default 8)")
+    add(
+        "--prefill-chunk",
+        type=int,
+        default=model.PREFILL_CHUNK,
+        metavar="N",
+        help=f"prompt tokens at once, at most (default {model.PREFILL_CHUNK}); bounds the memory",
+    )
     add("--system", help="system message of the chat")
     switch = argparse.BooleanOptionalAction
     add("--chat", action=switch, help="use the chat template (default: if there is one)")
@@ -91,7 +96,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         raise ValueError("expected one of --prompt and --prompts, got both")
     if args.system is not None and args.chat is False:
         raise ValueError("expected --system only with a chat, got --no-chat")
-    for name in ("max_tokens", "batch_size"):
+    for name in ("max_tokens", "batch_size", "prefill_chunk"):
         if getattr(args, name) < 1:
             raise ValueError(
                 f"--{name.replace('_', '-')} must be at least 1, got {vars(args)[name]}"
@@ -188,6 +193,7 @@ def _run(args: argparse.Namespace) -> int:
     import tkernels
     from model.checkpoint import default_path, open_checkpoint
     from model.loop import Limits, check_prompt, generate
+    from model.progress import progress
     from model.runner import operations
     from model.weights import load_model
 
@@ -209,7 +215,7 @@ def _run(args: argparse.Namespace) -> int:
     load_s = time.perf_counter() - model.STARTED
 
     streaming = len(ids) == 1 and not args.json
-    with _progress(len(ids)) as advance:
+    with progress([len(one) for one in ids], args.prefill_chunk) as (on_done, on_prefill):
         replies, times = generate(
             network,
             ops,
@@ -222,8 +228,10 @@ def _run(args: argparse.Namespace) -> int:
                 tuple(args.stop),
             ),
             batch_size=args.batch_size,
+            prefill_chunk=args.prefill_chunk,
             on_text=_print_piece if streaming else None,
-            on_done=advance,
+            on_done=on_done,
+            on_prefill=on_prefill,
         )
     stats = run_figures(times, load_s, network.bytes_per_step) | {
         "peak_memory_bytes": tkernels.device.memory_peak(),
@@ -239,20 +247,6 @@ def _run(args: argparse.Namespace) -> int:
 
 def _print_piece(index: int, piece: str) -> None:
     print(piece, end="", flush=True)
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar on stderr for several prompts on a terminal; yields what ``on_done`` may call."""
-    if total < 2 or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task("prompts", total=total)
-        yield lambda index: bar.advance(task)
 
 
 def run_figures(times: Times, load_s: float, bytes_per_step: int) -> dict[str, Any]:

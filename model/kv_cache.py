@@ -78,17 +78,20 @@ class SequenceState:
 
 @dataclass
 class AttnMetadata:
-    """Everything about one step that attention must know. B sequences, T new tokens in all.
-
-    The second half holds indices that the PyTorch attention uses, made once for all layers.
-    """
+    """Everything about one step that attention must know. B sequences, T new tokens in all."""
 
     slot_mapping: torch.Tensor  # int64 [T], where each new token's K/V go
     block_table: torch.Tensor  # int32 [B, max_blocks]
     context_lens: torch.Tensor  # int32 [B], tokens in the cache after this step
     cu_seqlens_q: torch.Tensor  # int32 [B + 1]
     max_seqlen_q: int
-    max_context_len: int
+    starts_here: bool  # no sequence has tokens in the cache from before
+    sdpa: SdpaIndices | None  # for attention in PyTorch; None: kernels compute it
+
+
+@dataclass
+class SdpaIndices:
+    """Indices that the PyTorch attention uses, made once for all layers."""
 
     # int64 [B, S], slot of each context position; past a sequence's end that of its last token.
     # One sequence in adjoining blocks is a slice instead: read in place, not gathered.
@@ -98,42 +101,68 @@ class AttnMetadata:
     q_unpad: torch.Tensor  # int64 [T], row of each packed token in the padded [B * L]
 
 
-def build_metadata(sequences: Sequence[SequenceState], device: torch.device) -> AttnMetadata:
-    """Metadata of a step that computes all tokens of each sequence that are not yet in the cache.
+def build_metadata(
+    sequences: Sequence[SequenceState], new: Sequence[int], device: torch.device, *, sdpa: bool
+) -> AttnMetadata:
+    """Metadata of a step that computes the next ``new[i]`` tokens of sequence i.
 
-    Host work on Python numbers only; each result goes to the device in one copy.
+    Host work on Python numbers only; each result goes to the device in one copy. ``sdpa`` asks for
+    the indices of the PyTorch attention too.
     """
-    context = [len(s.token_ids) for s in sequences]
-    new = [n - s.num_computed for n, s in zip(context, sequences, strict=True)]
-    longest_q, longest = max(new), max(context)
+    context = [s.num_computed + n for s, n in zip(sequences, new, strict=True)]
     starts = [0]
     for n in new:
         starts.append(starts[-1] + n)
-    max_blocks = max(len(s.block_ids) for s in sequences)
+    used = [-(-n // BLOCK_SIZE) for n in context]  # blocks; those of later chunks are not looked at
+    max_blocks = max(used)
 
     def ints(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
     context_lens = ints(context, torch.int32)
     block_table = ints(
-        [s.block_ids + [0] * (max_blocks - len(s.block_ids)) for s in sequences], torch.int32
+        [s.block_ids[:n] + [0] * (max_blocks - n) for s, n in zip(sequences, used, strict=True)],
+        torch.int32,
     )
-    key_at = torch.arange(longest, device=device)
-    query_at = torch.arange(longest_q, device=device)
-    lengths, begin = ints(new), ints(starts[:-1])
-    q_rows = begin[:, None] + query_at.minimum(lengths[:, None] - 1)  # [B, L]
     return AttnMetadata(
         slot_mapping=ints(
-            [s.slot(p) for s in sequences for p in range(s.num_computed, len(s.token_ids))]
+            [
+                s.slot(p)
+                for s, end in zip(sequences, context, strict=True)
+                for p in range(s.num_computed, end)
+            ]
         ),
         block_table=block_table,
         context_lens=context_lens,
         cu_seqlens_q=ints(starts, torch.int32),
-        max_seqlen_q=longest_q,
-        max_context_len=longest,
+        max_seqlen_q=max(new),
+        starts_here=not any(s.num_computed for s in sequences),
+        sdpa=_sdpa_indices(sequences, new, context, starts, context_lens, block_table)
+        if sdpa
+        else None,
+    )
+
+
+def _sdpa_indices(
+    sequences: Sequence[SequenceState],
+    new: Sequence[int],
+    context: list[int],
+    starts: list[int],
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+) -> SdpaIndices:
+    device, longest_q = context_lens.device, max(new)
+
+    def ints(values: object) -> torch.Tensor:
+        return torch.tensor(values).to(device, non_blocking=True)
+
+    key_at = torch.arange(max(context), device=device)
+    query_at = torch.arange(longest_q, device=device)
+    lengths, begin = ints(new), ints(starts[:-1])
+    return SdpaIndices(
         kv_slots=_kv_slots(sequences, key_at, context_lens, block_table),
         mask=_mask(new, context, key_at, query_at, context_lens - lengths),
-        q_rows=q_rows,
+        q_rows=begin[:, None] + query_at.minimum(lengths[:, None] - 1),  # [B, L]
         q_unpad=ints([b * longest_q + i for b, n in enumerate(new) for i in range(n)]),
     )
 
@@ -145,7 +174,7 @@ def _kv_slots(
     block_table: torch.Tensor,
 ) -> torch.Tensor | slice:
     if len(sequences) == 1:
-        ids = sequences[0].block_ids
+        ids = sequences[0].block_ids[: block_table.shape[1]]
         if ids == list(range(ids[0], ids[0] + len(ids))):
             start = ids[0] * BLOCK_SIZE
             return slice(start, start + len(key_at))
@@ -155,7 +184,7 @@ def _kv_slots(
 
 
 def _mask(
-    new: list[int],
+    new: Sequence[int],
     context: list[int],
     key_at: torch.Tensor,
     query_at: torch.Tensor,

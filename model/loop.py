@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from model import PREFILL_CHUNK
 from model.kv_cache import BLOCK_SIZE, SequenceState
 from model.qwen3 import Model
 from model.runner import Runner
@@ -56,8 +57,10 @@ def generate(
     limits: Limits,
     *,
     batch_size: int = 8,
+    prefill_chunk: int = PREFILL_CHUNK,
     on_text: Callable[[int, str], None] | None = None,
     on_done: Callable[[int], None] | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Reply], Times]:
     """Replies to token-id prompts, in order.
 
@@ -66,7 +69,9 @@ def generate(
 
     Args:
         on_text: called with (prompt index, piece of text) as text becomes certain.
+        prefill_chunk: prompt tokens computed at once, at most.
         on_done: called with the index of each finished prompt.
+        on_prefill: called with (prompt tokens computed, in all) before and after each chunk.
     """
     context = model.config.max_position_embeddings
     for ids in prompts:
@@ -79,6 +84,7 @@ def generate(
         ops,
         num_blocks=batch_size * -(-longest // BLOCK_SIZE),
         max_positions=longest,
+        prefill_chunk=prefill_chunk,
     )
     replies = [Reply(len(ids)) for ids in prompts]
     times = Times()
@@ -118,7 +124,8 @@ def generate(
         for start in range(0, len(prompts), batch_size):
             running = [one(i) for i in range(start, min(start + batch_size, len(prompts)))]
             begin = time.perf_counter()
-            running = step(running, runner.prefill([r.sequence for r in running]))
+            logits = runner.prefill([r.sequence for r in running], on_chunk=on_prefill)
+            running = step(running, logits)
             times.prefill_s += time.perf_counter() - begin
             times.prefill_tokens += sum(map(len, prompts[start : start + batch_size]))
             while running:

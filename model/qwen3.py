@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 
 from model.block_matrix import Matrix
 from model.config import ModelConfig
-from model.kv_cache import AttnMetadata, KVCache
+from model.kv_cache import AttnMetadata, KVCache, SdpaIndices
 
 Tensor = torch.Tensor
 
@@ -79,7 +79,7 @@ def forward(
     cache: KVCache,
     meta: AttnMetadata,
     *,
-    all_logits: bool = False,
+    num_logits: int | None,
 ) -> Tensor:
     """One step: write the new K/V into the cache and return logits.
 
@@ -87,10 +87,11 @@ def forward(
         input_ids, positions: int64 [T], the new tokens of all sequences, packed.
         cos_sin_cache: fp32 [max_pos, rotary_dim].
         meta: which tokens belong to which sequence and where their K/V go.
-        all_logits: logits of all T tokens instead of the last one of each sequence.
+        num_logits: of how many sequences, the first ones, the last token's logits are wanted; None
+            is all T tokens.
 
     Returns:
-        fp32 [B, V], or [T, V].
+        fp32 [num_logits, V], or [T, V].
     """
     eps = model.config.rms_norm_eps
     residual = _embed(model.embed_tokens, input_ids)  # [T, H]
@@ -101,8 +102,10 @@ def forward(
         x = layer.down_proj(ops.silu_and_mul(layer.gate_up_proj(x)))  # [T, 2I] -> [T, I] -> [T, H]
         after = model.layers[i + 1].input_layernorm if i + 1 < len(model.layers) else model.norm
         x, residual = ops.fused_add_rms_norm(x, residual, after, eps=eps)
-    if not all_logits:
-        x = x[meta.cu_seqlens_q[1:] - 1]  # [B, H]
+    if num_logits == 0:
+        return torch.empty((0, model.config.vocab_size), device=x.device)
+    if num_logits is not None:
+        x = x[meta.cu_seqlens_q[1 : num_logits + 1] - 1]  # [num_logits, H]
     return model.lm_head(x).float()
 
 
@@ -141,10 +144,28 @@ def _attention(
         q, k = ops.rope(q, k, cos_sin_cache, positions, q_out=q, k_out=k)
     k_cache, v_cache = cache.k[index], cache.v[index]
     ops.append_paged_kv(k, v, k_cache, v_cache, meta.slot_mapping)
-    return layer.o_proj(paged_attention(q, k_cache, v_cache, meta).flatten(1))
+    if meta.sdpa is not None:
+        out = sdpa_attention(q, k_cache, v_cache, meta.sdpa, meta.max_seqlen_q)
+    elif meta.starts_here:  # all keys are at hand, in one piece
+        lens, longest = meta.cu_seqlens_q, meta.max_seqlen_q
+        sizes = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        out = ops.flash_attn(q, k, v, cu_seqlens_q=lens, cu_seqlens_k=lens, **sizes)
+    else:
+        out = ops.paged_attn(
+            q,
+            k_cache,
+            v_cache,
+            meta.block_table,
+            meta.context_lens,
+            cu_seqlens_q=None if meta.max_seqlen_q == 1 else meta.cu_seqlens_q,
+            max_seqlen_q=meta.max_seqlen_q,
+        )
+    return layer.o_proj(out.flatten(1))
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttnMetadata) -> Tensor:
+def sdpa_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, indices: SdpaIndices, max_seqlen_q: int
+) -> Tensor:
     """Causal attention of new tokens over the paged cache, in plain PyTorch.
 
     Gathers the keys and values of each sequence once. Sequences may bring different numbers of new
@@ -157,17 +178,17 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttnMetad
         [T, Hq, D].
     """
     num_kv_heads = k_cache.shape[2]
-    k, v = (x.flatten(0, 1)[meta.kv_slots] for x in (k_cache, v_cache))  # [B, S, Hk, D]
-    if isinstance(meta.kv_slots, slice):  # of one sequence: [S, Hk, D]
+    k, v = (x.flatten(0, 1)[indices.kv_slots] for x in (k_cache, v_cache))  # [B, S, Hk, D]
+    if isinstance(indices.kv_slots, slice):  # of one sequence: [S, Hk, D]
         k, v = k[None], v[None]
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hk, S, D]
-    if meta.max_seqlen_q == 1:
+    if max_seqlen_q == 1:
         # Decode: the query heads that share a key-value head stand where query positions would.
         q = q.view(q.shape[0], num_kv_heads, -1, q.shape[2])  # [B, Hk, Hq / Hk, D]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=meta.mask)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=indices.mask)
         return out.flatten(1, 2)
-    padded = q[meta.q_rows].transpose(1, 2)  # [B, Hq, L, D]
+    padded = q[indices.q_rows].transpose(1, 2)  # [B, Hq, L, D]
     out = F.scaled_dot_product_attention(
-        padded, k, v, attn_mask=meta.mask, is_causal=meta.mask is None, enable_gqa=True
+        padded, k, v, attn_mask=indices.mask, is_causal=indices.mask is None, enable_gqa=True
     )
-    return out.transpose(1, 2).flatten(0, 1)[meta.q_unpad]  # [B, L, Hq, D] -> [T, Hq, D]
+    return out.transpose(1, 2).flatten(0, 1)[indices.q_unpad]  # [B, L, Hq, D] -> [T, Hq, D]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import tkernels
-from model import cpu_ops
+from model import PREFILL_CHUNK, cpu_ops
 from model.kv_cache import (
     BlockAllocator,
     SequenceState,
@@ -41,11 +41,22 @@ class Runner:
     """A model with its cache. ``ops`` is ``tkernels`` or ``tkernels.reference``.
 
     ``num_blocks`` blocks of the cache are shared by all sequences; positions go up to
-    ``max_positions`` - 1.
+    ``max_positions`` - 1. A prefill takes at most ``prefill_chunk`` tokens a step, so that its
+    memory does not grow with the prompts. ``tkernels`` brings its own attention; with any other
+    namespace it is PyTorch's.
     """
 
-    def __init__(self, model: Model, ops: Any, *, num_blocks: int, max_positions: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        ops: Any,
+        *,
+        num_blocks: int,
+        max_positions: int,
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> None:
         self.model, self.ops = model, ops
+        self.prefill_chunk = prefill_chunk
         self.device = model.norm.device
         self.cache = allocate_cache(model.config, num_blocks, model.norm.dtype, self.device)
         self.blocks = BlockAllocator(num_blocks)
@@ -54,19 +65,40 @@ class Runner:
             model.config.rope, max_positions, device=self.device
         )
 
+    @torch.inference_mode()
     def prefill(
-        self, sequences: Sequence[SequenceState], *, all_logits: bool = False
+        self,
+        sequences: Sequence[SequenceState],
+        *,
+        all_logits: bool = False,
+        on_chunk: Callable[[int, int], None] | None = None,
     ) -> torch.Tensor:
-        """Compute all tokens of each sequence that are not in the cache yet.
+        """Compute all tokens of each sequence that are not in the cache yet, chunk after chunk.
+
+        Args:
+            on_chunk: called with (tokens computed, tokens in all) before each chunk and at the end.
 
         Returns:
             Logits fp32 [B, V] of the last token of each sequence; with ``all_logits`` [T, V].
         """
-        for s in sequences:
-            if len(s.token_ids) == s.num_computed:
-                raise ValueError("prefill: expected at least one new token in each sequence, got 0")
-        return self._step(sequences, all_logits)
+        missing = [len(s.token_ids) - s.num_computed for s in sequences]
+        if min(missing) < 1:
+            raise ValueError("prefill: expected at least one new token in each sequence, got 0")
+        self._make_room(sequences)
+        done, parts = 0, []
+        for chunk in split_prefill(missing, self.prefill_chunk):
+            if on_chunk:
+                on_chunk(done, sum(missing))
+            step, new = [sequences[i] for i, _ in chunk], [n for _, n in chunk]
+            lengths = zip(step, new, strict=True)
+            ended = sum(s.num_computed + n == len(s.token_ids) for s, n in lengths)
+            parts.append(self._step(step, new, None if all_logits else ended))
+            done += sum(new)
+        if on_chunk:
+            on_chunk(done, done)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    @torch.inference_mode()
     def decode(self, sequences: Sequence[SequenceState]) -> torch.Tensor:
         """Compute the one new token of each sequence: logits fp32 [B, V]."""
         for s in sequences:
@@ -75,10 +107,10 @@ class Runner:
                     "decode: expected one new token in each sequence, got "
                     f"{len(s.token_ids) - s.num_computed}"
                 )
-        return self._step(sequences, all_logits=False)
+        self._make_room(sequences)
+        return self._step(sequences, [1] * len(sequences), len(sequences))
 
-    @torch.inference_mode()
-    def _step(self, sequences: Sequence[SequenceState], all_logits: bool) -> torch.Tensor:
+    def _make_room(self, sequences: Sequence[SequenceState]) -> None:
         for s in sequences:
             if len(s.token_ids) > self.max_positions:
                 raise ValueError(
@@ -86,8 +118,13 @@ class Runner:
                     f"{len(s.token_ids)}"
                 )
             self.blocks.grow(s.block_ids, len(s.token_ids))
-        meta = build_metadata(sequences, self.device)
-        ids, positions = self._inputs(sequences)
+
+    def _step(
+        self, sequences: Sequence[SequenceState], new: list[int], num_logits: int | None
+    ) -> torch.Tensor:
+        """The next ``new[i]`` tokens of sequence i; see ``forward`` for ``num_logits``."""
+        meta = build_metadata(sequences, new, self.device, sdpa=True)
+        ids, positions = self._inputs(sequences, new)
         with cpu_threads(self._cpu_threads(len(sequences), len(ids))):
             logits = forward(
                 self.model,
@@ -97,15 +134,19 @@ class Runner:
                 self.cos_sin_cache,
                 self.cache,
                 meta,
-                all_logits=all_logits,
+                num_logits=num_logits,
             )
-        for s in sequences:
-            s.num_computed = len(s.token_ids)
+        for s, n in zip(sequences, new, strict=True):
+            s.num_computed += n
         return logits
 
-    def _inputs(self, sequences: Sequence[SequenceState]) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = [t for s in sequences for t in s.token_ids[s.num_computed :]]
-        positions = [p for s in sequences for p in range(s.num_computed, len(s.token_ids))]
+    def _inputs(
+        self, sequences: Sequence[SequenceState], new: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        counts = zip(sequences, new, strict=True)
+        spans = [(s, s.num_computed, s.num_computed + n) for s, n in counts]
+        ids = [t for s, begin, end in spans for t in s.token_ids[begin:end]]
+        positions = [p for _, begin, end in spans for p in range(begin, end)]
         both = torch.tensor([ids, positions]).to(self.device, non_blocking=True)
         return both[0], both[1]
 
@@ -114,3 +155,28 @@ class Runner:
         if self.device.type == "cpu" and num_tokens > num_sequences:
             return prompt_threads(self.model, num_tokens)
         return torch.get_num_threads()
+
+
+def split_prefill(missing: Sequence[int], limit: int) -> list[list[tuple[int, int]]]:
+    """Steps of at most ``limit`` tokens that compute ``missing[i]`` tokens of sequence i.
+
+    In order: one sequence after the other, each in as few pieces as that allows. So at most one
+    sequence of a step, its last, goes on in the next.
+
+    Returns:
+        For each step its (sequence, tokens).
+
+    >>> split_prefill([5, 2, 3], 4)
+    [[(0, 4)], [(0, 1), (1, 2), (2, 1)], [(2, 2)]]
+    """
+    steps: list[list[tuple[int, int]]] = []
+    room = 0
+    for i, count in enumerate(missing):
+        while count:
+            if room == 0:
+                steps.append([])
+                room = limit
+            taken = min(count, room)
+            steps[-1].append((i, taken))
+            count, room = count - taken, room - taken
+    return steps

@@ -16,7 +16,7 @@ from checkpoints import smollm2, tiny
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from model import checkpoint, generate, loop, perplexity
+from model import PREFILL_CHUNK, checkpoint, generate, loop, perplexity, runner
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = (
@@ -127,6 +127,20 @@ def test_one_token_has_no_decode_figures(run: Run, base: Path) -> None:
     assert "- ms per token" in run(*argv)[1]
 
 
+def test_prefill_chunk_reaches_the_runner(
+    run: Run, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+    split = runner.split_prefill
+    monkeypatch.setattr(
+        runner, "split_prefill", lambda missing, n: limits.append(n) or split(missing, n)
+    )
+    argv = ("--model", base, "--prompt", "abcdefgh", "--max-tokens", 9, "--ignore-eos")
+    whole = run.json(*argv)["replies"]
+    assert run.json(*argv, "--prefill-chunk", 3)["replies"] == whole
+    assert limits == [PREFILL_CHUNK, 3]
+
+
 def test_prompts_from_a_file(run: Run, base: Path, tmp_path: Path) -> None:
     text, rows = tmp_path / "p.txt", tmp_path / "p.jsonl"
     text.write_text("abc\n\nlonger prompt\n")
@@ -212,6 +226,7 @@ def test_default_checkpoint_answers(run: Run) -> None:
         (("--prompt", " \n"), "expected a prompt, got an empty one"),
         (("--prompt", "a", "--max-tokens", -3), "--max-tokens must be at least 1, got -3"),
         (("--prompt", "a", "--batch-size", 0), "--batch-size must be at least 1, got 0"),
+        (("--prompt", "a", "--prefill-chunk", 0), "--prefill-chunk must be at least 1, got 0"),
         (("--prompt", "a", "--seed", -1), "--seed must be from 0 to"),
         (("--prompt", "a", "--stop", ""), "--stop must be a text, got an empty one"),
         (("--prompt", "a", "--temperature", -1), "temperature must be at least 0, got -1.0"),
