@@ -478,6 +478,7 @@ def _bind_portable(
         "HAS_MASK": mask is not None,
         "HAS_SINKS": has_sinks,
         "HAS_LSE": has_lse,
+        "FAR": config["BLOCK_N"] * max(k.stride(-3), v.stride(-3)) >= 2**31,
         "ONE_TILE": programs == n_tiles,
     }
     section = config["SECTION"]
@@ -488,7 +489,7 @@ def _bind_portable(
     strides += [0] * 4 if mask is None else _broadcast_strides(mask)
     # Scores are kept without their factor up to the exponential, or as tanh, from -1 to 1.
     factor = (scale if softcap is None else softcap) * _LOG2E
-    cap_scale = 0.0 if softcap is None else 2.0 * _LOG2E * scale / softcap
+    cap_scale = 0.0 if softcap is None else scale / softcap
     # fmt: off
     numbers = (*strides, max_q, max_k, n_row_tiles, batch * n_heads, section, window or 0, factor,
                cap_scale, n_tiles)
@@ -583,9 +584,7 @@ def _check_mask(mask: torch.Tensor, full: Sequence[int]) -> None:
     if mask.dim() > 4 or any(
         n not in (1, want) for n, want in zip(mask.shape[::-1], full[::-1], strict=False)
     ):
-        raise ValueError(
-            f"{_OP}: mask must be broadcastable to {list(full)}, got {describe(mask)}"
-        )
+        raise ValueError(f"{_OP}: mask must be broadcastable to {list(full)}, got {describe(mask)}")
 
 
 # ---- facts for tests, bench and tuner --------------------------------------------------------
