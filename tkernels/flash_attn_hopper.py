@@ -423,9 +423,9 @@ def why_unfit(
 
 
 def is_aligned(*tensors: torch.Tensor) -> bool:
-    """Whether tensor maps can express the strides: positive multiples of 16 bytes."""
+    """Whether tensor maps can express the strides: positive multiples of 16 bytes, 40 bits."""
     return all(
-        stride > 0 and stride * t.element_size() % 16 == 0
+        0 < stride * t.element_size() < 2**40 and stride * t.element_size() % 16 == 0
         for t in tensors
         for stride, size in zip(t.stride()[:-1], t.shape[:-1], strict=True)
         if size > 1
@@ -554,7 +554,7 @@ def _describer(like: torch.Tensor, n_rows: int, dim: int) -> Callable[[torch.Ten
     """
     shape, strides = list(like.shape), list(like.stride())
     if len(shape) == 3:
-        shape, strides = [1, *shape], [8 * strides[0], *strides]
+        shape, strides = [1, *shape], [strides[0], *strides]
     for i in range(3):  # never stepped over, but a tensor map refuses odd strides here too
         if shape[i] == 1:
             strides[i] = 8 * max(1, strides[i])
