@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tkernels import attention, flash_attn_hopper
+from tkernels import attention, device, flash_attn_hopper
 from tkernels.check import check_dtype, check_no_overlap, check_tensor, describe, new_output
 from tkernels.config import planned, resolve
 from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
@@ -108,7 +108,7 @@ def _attend(
     window, score_scale, cap_scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_MASK: tl.constexpr, FAR: tl.constexpr,
+    HAS_MASK: tl.constexpr, SAME_STRIDES: tl.constexpr, FAR: tl.constexpr,
 ):
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -116,7 +116,9 @@ def _attend(
     if FAR:  # a block spans more than 32 bits can count
         far = n.to(tl.int64)
     k_tile = far[:, None] * stride_ks + d[None, :]
-    v_tile = far[:, None] * stride_vs + d[None, :]
+    v_tile = k_tile
+    if not SAME_STRIDES:
+        v_tile = far[:, None] * stride_vs + d[None, :]
     for block in range(first, end):
         start = block * BLOCK_N
         start64 = tl.cast(start, tl.int64)
@@ -139,13 +141,16 @@ def _attend(
                 sees = n[None, :] <= row[:, None] + (position0 - start)
                 if HAS_WINDOW:
                     sees = sees & (n[None, :] > row[:, None] + (position0 - window - start))
-            else:
+            elif not HAS_MASK:
                 sees = (n < seqlen_k - start)[None, :]
-            if HAS_MASK:
+            if HAS_MASK:  # past the last key it reads as False
                 mask_ptrs = mask_ptr + start64 * stride_mk + mask_rows[:, None]
                 given = row_ok[:, None] & (n < seqlen_k - start)[None, :]
                 mask = tl.load(mask_ptrs + n.to(tl.int64)[None, :] * stride_mk, mask=given, other=0)
-                sees = sees & (mask != 0)
+                if CAUSAL:
+                    sees = sees & (mask != 0)
+                else:
+                    sees = mask != 0
             s = tl.where(sees, s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, 1) * score_scale)
         p = tl.math.exp2(s * score_scale - new_top[:, None])
@@ -176,8 +181,8 @@ def _flash_attn_kernel(
     N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, VARLEN: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr, FAR: tl.constexpr, ONE_TILE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    HAS_LSE: tl.constexpr, SAME_STRIDES: tl.constexpr, FAR: tl.constexpr, ONE_TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     if ONE_TILE:
         _flash_attn_tile(
@@ -186,7 +191,8 @@ def _flash_attn_kernel(
             stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_mb, stride_mh, stride_mq,
             stride_mk, seqlen_q, seqlen_k, n_row_tiles, n_batch_heads, section, window,
             score_scale, cap_scale, N_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_D, VARLEN, CAUSAL,
-            HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, HAS_SINKS, HAS_LSE, FAR, BLOCK_M, BLOCK_N)
+            HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, HAS_SINKS, HAS_LSE, SAME_STRIDES, FAR,
+            BLOCK_M, BLOCK_N)
     else:
         for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
             _flash_attn_tile(
@@ -195,8 +201,8 @@ def _flash_attn_kernel(
                 stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_mb,
                 stride_mh, stride_mq, stride_mk, seqlen_q, seqlen_k, n_row_tiles, n_batch_heads,
                 section, window, score_scale, cap_scale, N_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_D,
-                VARLEN, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, HAS_SINKS, HAS_LSE, FAR,
-                BLOCK_M, BLOCK_N)
+                VARLEN, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, HAS_SINKS, HAS_LSE,
+                SAME_STRIDES, FAR, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -208,7 +214,8 @@ def _flash_attn_tile(
     N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, VARLEN: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_LSE: tl.constexpr, SAME_STRIDES: tl.constexpr, FAR: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     # Which queries: sections of heads, within one the longest tiles first.
     section_tiles = section * n_row_tiles
@@ -216,8 +223,8 @@ def _flash_attn_tile(
     width = tl.minimum(section, n_batch_heads - section0)
     rest = tile % section_tiles
     row0 = (n_row_tiles - 1 - rest // width) * BLOCK_M
-    batch = (section0 + rest % width) // N_HEADS
-    head = (section0 + rest % width) % N_HEADS
+    batch_head = (section0 + rest % width).to(tl.int64)
+    batch, head = batch_head // N_HEADS, batch_head % N_HEADS
     first_q = 0
     first_k = 0
     if VARLEN:
@@ -226,9 +233,7 @@ def _flash_attn_tile(
         seqlen_q = tl.load(cu_q_ptr + batch + 1) - first_q
         seqlen_k = tl.load(cu_k_ptr + batch + 1) - first_k
     if row0 < seqlen_q:
-        kv_head = (head // (N_HEADS // N_KV_HEADS)).to(tl.int64)
-        head = head.to(tl.int64)
-        batch = batch.to(tl.int64)
+        kv_head = head // (N_HEADS // N_KV_HEADS)
         row = tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)
         row_ok = row < seqlen_q - row0
@@ -276,19 +281,19 @@ def _flash_attn_tile(
                 acc, top, total, q, first, whole, row, row_ok, position0, seqlen_k, k_ptr, v_ptr,
                 mask_ptr, stride_ks, stride_vs, stride_mk, mask_rows, window, score_scale,
                 cap_scale, HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, True, HAS_WINDOW, HAS_SOFTCAP,
-                HAS_MASK, FAR)
+                HAS_MASK, SAME_STRIDES, FAR)
             first = tl.maximum(first, whole)
         if not HAS_MASK:
             acc, top, total = _attend(
                 acc, top, total, q, first, whole_end, row, row_ok, position0, seqlen_k, k_ptr,
                 v_ptr, mask_ptr, stride_ks, stride_vs, stride_mk, mask_rows, window, score_scale,
                 cap_scale, HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, False, HAS_WINDOW, HAS_SOFTCAP,
-                HAS_MASK, FAR)
+                HAS_MASK, SAME_STRIDES, FAR)
         acc, top, total = _attend(
             acc, top, total, q, tl.maximum(first, whole_end), end, row, row_ok, position0,
             seqlen_k, k_ptr, v_ptr, mask_ptr, stride_ks, stride_vs, stride_mk, mask_rows, window,
             score_scale, cap_scale, HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, True, HAS_WINDOW,
-            HAS_SOFTCAP, HAS_MASK, FAR)
+            HAS_SOFTCAP, HAS_MASK, SAME_STRIDES, FAR)
 
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + head) * 1.4426950408889634
@@ -462,6 +467,8 @@ def _bind_portable(
     max_programs: int,
 ) -> _Run:
     """The portable body for tensors like these."""
+    dev = device.current()
+    max_programs = max_programs * dev.num_dot_cores // dev.num_cores  # on Ascend 2 to a cube core
     n_heads, head_dim = q.shape[-2:]
     n_row_tiles = cdiv(max_q, config["BLOCK_M"])
     n_tiles = n_row_tiles * batch * n_heads
@@ -478,6 +485,7 @@ def _bind_portable(
         "HAS_MASK": mask is not None,
         "HAS_SINKS": has_sinks,
         "HAS_LSE": has_lse,
+        "SAME_STRIDES": k.stride(-3) == v.stride(-3),
         "FAR": config["BLOCK_N"] * max(k.stride(-3), v.stride(-3)) >= 2**31,
         "ONE_TILE": programs == n_tiles,
     }
