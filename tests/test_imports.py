@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("tkernels", "autotune", "model", "bench")
 VARIABLES = {"TKERNELS_DEVICE", "TKERNELS_CONFIG_DIR", "TKERNELS_DEBUG"}
 DEVICE_FILE = ROOT / "tkernels" / "device.py"
+FOR_TRANSFORMERS = ROOT / "tkernels" / "transformers_attention.py"  # users import it, we do not
 
 SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 each_source = pytest.mark.parametrize(
@@ -178,9 +179,23 @@ def test_imports_go_one_way(path: Path) -> None:
     package = path.relative_to(ROOT).parts[0]
     forbidden = {*PACKAGES, "tests"} - {package, "tkernels"}
     if package == "tkernels":
-        forbidden |= {"optuna", "transformers"}
+        forbidden |= {"optuna"} if path == FOR_TRANSFORMERS else {"optuna", "transformers"}
     wrong = [f"line {line}: {name}" for line, name in imported(tree_of(path)) if name in forbidden]
     assert not wrong, f"{package} may not import {wrong}"
+
+
+def test_nothing_imports_the_file_for_transformers() -> None:
+    """Its name stands in no other file, so whoever imports us need not have transformers."""
+    name = FOR_TRANSFORMERS.stem
+    assert [path for path in SOURCES if name in path.read_text() and path.stem != name] == []
+
+
+def test_transformers_absent_is_said_by_its_own_file() -> None:
+    program = HIDE.format(hidden={"transformers"}) + "import tkernels.transformers_attention"
+    assert error(program, device="cpu") == (
+        "ImportError: tkernels.transformers_attention: expected transformers to be installed "
+        "(tkernels[transformers]), got none"
+    )
 
 
 def backend_names(tree: ast.Module) -> list[str]:
