@@ -12,6 +12,7 @@ the sink).
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -91,10 +92,13 @@ def _seen(
 def check_query(op: str, q: torch.Tensor) -> None:
     """q is [..., num_heads, head_dim] of a kind that the kernels compute in."""
     check_tensor(op, "q", q)
+    if q.dim() < 3 or not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"{op}: q must have shape [..., num_heads, head_dim] with head_dim 1 to "
+            f"{MAX_HEAD_DIM}, got {describe(q)}"
+        )
     check_dtype(op, "q", q, FLOAT_DTYPES)
     check_last_contiguous(op, "q", q)
-    if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
-        raise ValueError(f"{op}: head_dim must be 1 to {MAX_HEAD_DIM}, got q {describe(q)}")
 
 
 def check_keys(op: str, name: str, t: torch.Tensor, q: torch.Tensor, heads_at: int) -> None:
@@ -118,6 +122,8 @@ def check_options(
     op: str, scale: float | None, window: int | None, softcap: float | None, causal: bool
 ) -> None:
     """The plain values that decide what a score is and which are seen."""
+    if not isinstance(causal, bool):
+        raise ValueError(f"{op}: causal must be True or False, got {describe(causal)}")
     if scale is not None:
         check_positive(op, "scale", scale)
     if softcap is not None:
@@ -145,6 +151,22 @@ def check_offsets(op: str, name: str, t: torch.Tensor) -> None:
     if t.dim() != 1 or t.shape[0] < 1:
         raise ValueError(f"{op}: {name} must have shape [num_sequences + 1], got {describe(t)}")
     check_last_contiguous(op, name, t)
+
+
+def check_offset_values(
+    op: str, name: str, offsets: torch.Tensor, n_tokens: int, longest: int
+) -> None:
+    """Offsets rise from 0 to at most ``n_tokens`` by at most ``longest``: ``max_seqlen_*``.
+
+    It reads values: for TKERNELS_DEBUG=1 only.
+    """
+    ends = offsets.tolist()
+    steps = [after - before for before, after in itertools.pairwise(ends)]
+    if ends[0] != 0 or ends[-1] > n_tokens or any(not 0 <= n <= longest for n in steps):
+        raise ValueError(
+            f"{op}: {name} must rise from 0 to at most {n_tokens} tokens, by 0 to {longest} a "
+            f"sequence, got {describe(ends)}"
+        )
 
 
 def check_result(op: str, out: torch.Tensor, q: torch.Tensor) -> None:

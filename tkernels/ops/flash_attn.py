@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tkernels import attention, device, flash_attn_hopper
+from tkernels import attention, check, device, flash_attn_hopper
 from tkernels.check import check_dtype, check_no_overlap, check_tensor, describe, new_output
 from tkernels.config import planned, resolve
 from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
@@ -343,8 +343,10 @@ def flash_attn(
             bf16 or fp16, head_dim up to 256. The last dimension is contiguous, the others may have
             any strides (views of a packed qkv, [batch, heads, seqlen, head_dim] transposed).
         k, v: the same with seqlen_k or tokens_k, and num_kv_heads, which divides num_heads.
-        cu_seqlens_q, cu_seqlens_k: int32 [num_sequences + 1], where each packed sequence begins.
-        max_seqlen_q, max_seqlen_k: at least the longest sequence's tokens; given with cu_seqlens.
+        cu_seqlens_q, cu_seqlens_k: int32 [num_sequences + 1], where each packed sequence begins,
+            and where the last one ends. What lies behind is not computed.
+        max_seqlen_q, max_seqlen_k: at least the longest sequence's tokens; given with cu_seqlens,
+            and like them not checked against their values but under TKERNELS_DEBUG=1.
         causal: the query at position p sees keys 0 to p; the last query stands at the last key.
         window: it sees keys p - window + 1 to p only. Needs ``causal``.
         scale: factor of the scores; None is head_dim ** -0.5.
@@ -376,6 +378,8 @@ def flash_attn(
                   scale, softcap, return_lse)
     # fmt: on
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
+    if check.DEBUG and cu_seqlens_q is not None and cu_seqlens_k is not None:
+        _check_offset_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if run is not None:
         run(q, k, v, out, lse, mask, sinks, cu_seqlens_q, cu_seqlens_k)
     return out if lse is None else (out, lse)
@@ -426,7 +430,7 @@ def _plan(
         causal=causal, window=window, scale=scale, softcap=softcap, has_sinks=has_sinks,
         config=cfg)
     # fmt: on
-    other = _portable_config(problem)
+    other = _portable_config(problem, device.current())
     del other["variant"], other["programs_per_core"]
     return _by_address(hopper, portable(other))
 
@@ -477,7 +481,7 @@ def _bind_portable(
         "N_HEADS": n_heads,
         "N_KV_HEADS": k.shape[-2],
         "HEAD_DIM": head_dim,
-        "BLOCK_D": max(16, next_power_of_2(head_dim)),
+        "BLOCK_D": _block_dim(head_dim),
         "VARLEN": varlen,
         "CAUSAL": causal,
         "HAS_WINDOW": window is not None,
@@ -584,6 +588,21 @@ def _check_packed(given: dict[str, torch.Tensor], max_q: Any, max_k: Any) -> Non
             )
     if "m" in given:
         raise ValueError(f"{_OP}: mask must be None with cu_seqlens, got {describe(given['m'])}")
+
+
+def _check_offset_values(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int | None,
+    max_k: int | None,
+) -> None:
+    """Wait for the device and raise where offsets do not fit."""
+    for name, t, offsets, most in (("q", q, cu_q, max_q), ("k", k, cu_k, max_k)):
+        attention.check_offset_values(
+            _OP, f"cu_seqlens_{name}", offsets, t.shape[0], 0 if most is None else most
+        )
 
 
 def _check_mask(mask: torch.Tensor, full: Sequence[int]) -> None:
@@ -698,48 +717,52 @@ def _tuning_key(problem: Problem) -> dict[str, Any]:
         "window": p["window"] is not None,
         "mask": p["has_mask"],
         "aligned": p["aligned"],
-        "seqlen_q": next_power_of_2(p["seqlen_q"]),
-        "seqlen_k": next_power_of_2(p["seqlen_k"]),
-        "batch_heads": next_power_of_2(p["batch"] * p["num_heads"]),
+        "queries_up_to": _bucket(p["seqlen_q"]),
+        "keys_up_to": _bucket(p["seqlen_k"]),
+        "heads_up_to": _bucket(p["batch"] * p["num_heads"]),
     }
+
+
+def _bucket(n: int) -> int:
+    """The power of four from 16 to 16384 that ``n`` is up to."""
+    bucket = 16
+    while bucket < min(n, 16384):
+        bucket *= 4
+    return bucket
 
 
 def _space(dev: Device) -> dict[str, list[Any]]:
-    common: dict[str, list[Any]] = {
+    blocks: dict[str, list[Any]] = {
         "BLOCK_M": [16, 32, 64, 128],
         "BLOCK_N": [16, 32, 64, 128],
         "SECTION": [1, 4, 8, 16, 32],
-        "programs_per_core": [0, 1, 2, 4],
+        "variant": ["portable"],
     }
-    if not dev.registers:
-        return {"variant": ["portable"], **common}
-    variants = ["portable", "hopper"] if dev.arch == "sm90" else ["portable"]
-    stages = [1, 2, 3, 4]
-    return {"variant": variants, **common, "num_warps": [4, 8], "num_stages": stages}
+    if not dev.registers:  # a matrix unit and vector units: no threads
+        return {**blocks, "programs_per_core": [1]}
+    if dev.arch == "sm90":
+        blocks["variant"] = ["portable", "hopper"]
+    threads = {"num_warps": [2, 4, 8], "num_stages": [1, 2, 3, 4]}
+    return {**blocks, **threads, "programs_per_core": [0, 1, 2, 4]}
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
     if _why_not_hopper(problem, dev) is None:
         body = flash_attn_hopper.default_config(problem["head_dim"])
-        return {"variant": "hopper", **body, "programs_per_core": 0, "num_warps": 4}
-    if dev.registers:
-        return _portable_config(problem)
-    # Half of the unified buffer holds what a step of the loop needs, the other half the next one's.
-    narrow = problem["head_dim"] <= 128 and problem["dtype"] != torch.float32
-    block = 64 if narrow else 32
-    return {
-        "variant": "portable",
-        "BLOCK_M": min(block, max(16, next_power_of_2(problem["seqlen_q"]))),
-        "BLOCK_N": block,
-        "SECTION": 8,
-        "programs_per_core": 1,
-    }
+        return {**body, "variant": "hopper", "num_warps": 4, "programs_per_core": 0}
+    return _portable_config(problem, dev)
 
 
-def _portable_config(problem: Problem) -> Config:
-    """The portable body's default on a GPU."""
-    dim, rows = problem["head_dim"], max(16, next_power_of_2(problem["seqlen_q"]))
-    if problem["dtype"] == torch.float32:  # no matrix unit: everything is in registers
+def _portable_config(problem: Problem, dev: Device) -> Config:
+    """The portable body's default."""
+    dim, size = _block_dim(problem["head_dim"]), problem["dtype"].itemsize
+    rows = max(16, next_power_of_2(problem["seqlen_q"]))
+    # Heads of a section share keys in L2; queries of one tile share them in registers.
+    config: Config = {"SECTION": 8, "variant": "portable"}
+    if not dev.registers:
+        m, n = (64, 64) if size * dim <= 256 else (32, 32)
+        return {"BLOCK_M": min(m, rows), "BLOCK_N": n, **config, "programs_per_core": 1}
+    if size == 4:  # no matrix unit multiplies fp32 without cutting bits off
         m, n, warps = 32, 32, 4
     elif dim <= 64:
         m, n, warps = 128, 64, 4
@@ -747,15 +770,25 @@ def _portable_config(problem: Problem) -> Config:
         m, n, warps = 128, 64, 8
     else:
         m, n, warps = 64, 32, 4
-    return {
-        "variant": "portable",
-        "BLOCK_M": min(m, rows),
-        "BLOCK_N": n,
-        "SECTION": 8,
-        "programs_per_core": 0,
-        "num_warps": warps,
-        "num_stages": 2,
-    }
+    config |= {"BLOCK_M": min(m, rows), "BLOCK_N": n, "num_warps": warps, "num_stages": 2}
+    if config["BLOCK_M"] < 64:
+        config["num_warps"] = 4
+    while _shared_bytes(config, problem) > dev.local_mem_bytes:
+        name = "num_stages" if config["num_stages"] > 1 else "BLOCK_N"
+        config[name] //= 2
+    return {**config, "programs_per_core": 0}
+
+
+def _block_dim(head_dim: int) -> int:
+    """Heads are padded with zeros to a power of two that the matrix unit takes."""
+    return max(16, next_power_of_2(head_dim))
+
+
+def _shared_bytes(config: Config, problem: Problem) -> int:
+    """No less than the compiler takes: queries, stages of keys and values, the mask's way over."""
+    m, n, dim = config["BLOCK_M"], config["BLOCK_N"], _block_dim(problem["head_dim"])
+    tiles = (m + 2 * n * config["num_stages"]) * dim * int(problem["dtype"].itemsize)
+    return tiles + m * n * bool(problem["has_mask"])
 
 
 def _why_not_hopper(problem: Problem, dev: Device) -> str | None:
@@ -767,34 +800,33 @@ def _why_not_hopper(problem: Problem, dev: Device) -> str | None:
 
 
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
-    m, n = config["BLOCK_M"], config["BLOCK_N"]
-    if config["variant"] == "hopper":
-        if why := _why_not_hopper(problem, dev):
-            return why
-        if config["num_warps"] != 4 or config["programs_per_core"] != 0:
-            return "variant hopper needs num_warps 4 and programs_per_core 0"
-        return flash_attn_hopper.why_illegal(config, problem["head_dim"], dev)
-    if config["variant"] != "portable":
-        return f"variant must be portable or hopper, got {config['variant']!r}"
     for name in ("BLOCK_M", "BLOCK_N"):
         if config[name] < 16 or config[name] & (config[name] - 1):
             return f"{name} must be a power of two from 16 on, got {config[name]}"
     if config["SECTION"] < 1:
         return f"SECTION must be 1 or more, got {config['SECTION']}"
-    dim, size = max(16, next_power_of_2(problem["head_dim"])), problem["dtype"].itemsize
-    if dev.is_npu:
-        # Huawei's compiler is the judge; this is what it took (ascendnpu-ir 1.2.0, head_dim 128).
-        if max(m, n) > 128 or m * max(n, dim) > 128 * 128 or size * dim * n > 2 * 128 * 128:
-            return f"tiles of {m} queries and {n} keys of {dim} values overflow UB"
+    m, n, dim = config["BLOCK_M"], config["BLOCK_N"], _block_dim(problem["head_dim"])
+    if config["variant"] == "hopper":
+        if why := _why_not_hopper(problem, dev):
+            return why
+        if config["num_warps"] != 4 or config["programs_per_core"] != 0:
+            return "variant hopper has num_warps 4 and programs_per_core 0"
+        return flash_attn_hopper.why_illegal(config, problem["head_dim"], dev)
+    if config["variant"] != "portable":
+        return f"variant must be portable or hopper, got {config['variant']!r}"
+    if not dev.registers:
+        # Huawei's compiler is the judge; this is what it takes whatever the features (1.2.0).
+        if max(m, n) > 128 or m * n > 8192 or m * dim > 16384:
+            return f"tiles of {m} queries, {n} keys and head_dim {dim} overflow the buffers"
         return None
-    stages, warps = config.get("num_stages", 1), config.get("num_warps", 4)
+    warps, stages = config["num_warps"], config["num_stages"]
     if warps not in (1, 2, 4, 8, 16) or stages < 1:
-        return f"num_warps must be a power of two and num_stages 1 or more, got {warps}, {stages}"
-    need = (m + 2 * n * stages) * dim * size + m * n * size
-    if need > dev.local_mem_bytes:
-        return f"the tiles need about {need} bytes of shared memory, {dev.local_mem_bytes} there"
-    if dev.registers and m * (dim + 2 * n) // (warps * 32) > 255:
-        return "result, scores and weights alone need more than 255 registers a thread"
+        return f"num_warps must be 1 to 16 and num_stages 1 or more, got {warps} and {stages}"
+    if (need := _shared_bytes(config, problem)) > dev.local_mem_bytes:
+        return f"the tiles take {need} bytes of shared memory, more than {dev.local_mem_bytes}"
+    registers = m * (dim + 2 * n) // (warps * 32)
+    if registers > 255:
+        return f"result, scores and weights alone take {registers} of 255 registers a thread"
     return None
 
 
@@ -802,20 +834,30 @@ def _cost(problem: Problem) -> Cost:
     p = problem
     pairs = p["lengths"] or [(p["seqlen_q"], p["seqlen_k"])] * p["batch"]
     seen = sum(_seen_keys(n, m, p["causal"], p["window"]) for n, m in pairs)
-    rows = 2 * p["num_heads"] * sum(n for n, _ in pairs)  # q and out
-    rows += 2 * p["num_kv_heads"] * sum(m for _, m in pairs)
-    return Cost(
-        flops=4 * seen * p["num_heads"] * p["head_dim"],
-        bytes=rows * p["head_dim"] * p["dtype"].itemsize,
-    )
+    n_q, n_k = (sum(pair[i] for pair in pairs) for i in (0, 1))
+    rows = 2 * (p["num_heads"] * n_q + p["num_kv_heads"] * n_k)  # q and out, k and v
+    moved = rows * p["head_dim"] * p["dtype"].itemsize
+    moved += 4 * p["num_heads"] * (n_q * p["lse"] + p["sinks"])
+    moved += sum(n * m for n, m in pairs) * p["has_mask"]
+    moved += 8 * (len(pairs) + 1) * p["varlen"]
+    # What a mask hides is not known here: it counts as seen.
+    return Cost(flops=4 * seen * p["num_heads"] * p["head_dim"], bytes=moved)
 
 
 def _seen_keys(n: int, m: int, causal: bool, window: int | None) -> int:
     """Pairs of a query and a key that it sees, of n queries and m keys."""
     if not causal:
         return n * m
-    most = m if window is None else window
-    return sum(max(0, min(m - n + i + 1, most)) for i in range(n))
+
+    def below(last: int) -> int:
+        """Keys up to each query's own, where the last query has ``last`` of them."""
+        return _triangle(last) - _triangle(last - n)
+
+    return below(m) - (0 if window is None else below(m - window))
+
+
+def _triangle(n: int) -> int:
+    return n * (n + 1) // 2 if n > 0 else 0
 
 
 def _providers(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -853,7 +895,7 @@ SPEC = register(
         problem_fields=_FIELDS,
         make_inputs=_make_inputs,
         cases=(
-            Case("causal-2x33-4/2x32-bf16", attention_problem(2, 33, "4/2x32", _BF16, lse=True)),
+            Case("causal-2x33-4/2x32-bf16", attention_problem(2, 33, "4/2x32", _BF16)),
             Case("full-1x20x37-2/1x64-fp16", attention_problem(
                 1, 20, "2/1x64", _FP16, seqlen_k=37, causal=False)),
             Case("packed-6/3x32-bf16", attention_problem(
