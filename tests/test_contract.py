@@ -130,6 +130,7 @@ _ANY_ROW_COUNT = {(_more_dims, _ANY_ROWS), (_fewer_dims, _ANY_ROWS), (_shorter, 
     (_longer, _ANY_ROWS)
 }
 _TABLE = "a table of more or fewer positions is a table"
+_COLUMNS = "columns past a sequence's blocks are not read, however many there are"
 _ANY_HEADS = "k may have any number of heads"
 _ANY_STRIDES = "one number a head: other libraries lay it out [n_heads, T]"
 
@@ -138,6 +139,7 @@ ACCEPTED: dict[str, dict[str, set[tuple[Callable[[torch.Tensor], Any], str]]]] =
     "merge_attn_states": {
         name: {(_strided_last, _ANY_STRIDES)} for name in ("lse_a", "lse_b", "lse_out")
     },
+    "paged_attn": {"block_table": {(_narrower, _COLUMNS), (_wider, _COLUMNS)}},
     "rms_norm": {"x": _ANY_ROW_COUNT},
     "silu_and_mul": {"x": _ANY_ROW_COUNT},
     "rope": {"cos_sin_cache": {(_shorter, _TABLE), (_longer, _TABLE)}},

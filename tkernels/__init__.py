@@ -14,6 +14,7 @@ from tkernels.ops.flash_attn import flash_attn
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
 from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope
 from tkernels.ops.merge_attn_states import merge_attn_states
+from tkernels.ops.paged_attn import paged_attn
 from tkernels.ops.rms_norm import rms_norm
 from tkernels.ops.rope import rope
 from tkernels.ops.silu_and_mul import silu_and_mul
@@ -31,6 +32,7 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_qk_norm_rope",
     "merge_attn_states",
+    "paged_attn",
     "reference",
     "rms_norm",
     "rope",

@@ -8,6 +8,7 @@ from tkernels.ops.flash_attn import flash_attn_ref as flash_attn
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm_ref as fused_add_rms_norm
 from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope_ref as fused_qk_norm_rope
 from tkernels.ops.merge_attn_states import merge_attn_states_ref as merge_attn_states
+from tkernels.ops.paged_attn import paged_attn_ref as paged_attn
 from tkernels.ops.rms_norm import rms_norm_ref as rms_norm
 from tkernels.ops.rope import rope_ref as rope
 from tkernels.ops.silu_and_mul import silu_and_mul_ref as silu_and_mul
@@ -18,6 +19,7 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_qk_norm_rope",
     "merge_attn_states",
+    "paged_attn",
     "rms_norm",
     "rope",
     "silu_and_mul",

@@ -1,0 +1,946 @@
+"""Attention over a paged KV cache: decode and chunked prefill (arXiv 2309.06180, 2311.01282).
+
+    k, v   = the first context_lens[b] tokens of the blocks block_table[b, 0], block_table[b, 1]...
+    out[t] = softmax(scale * q[t] @ k^T, masked) @ v          t: the last tokens of the sequence
+
+q, out: [n_tokens, num_heads, head_dim]; k_cache, v_cache: [num_blocks, block_size, num_kv_heads,
+head_dim], any strides but the last, so a [num_blocks, num_kv_heads, block_size, head_dim] pool is
+served through its permuted view; block_table: int32 [batch, max_blocks]. What window, softcap and
+sinks mean: ``tkernels.attention``.
+
+A tile is some rows of one sequence: the heads that share a KV head, times consecutive tokens. Few
+tiles do not fill a chip, so the keys of a sequence are dealt out, BLOCK_N at a time, to as many as
+SPLITS programs, and their partial results are merged by their log-sum-exps: by a second kernel, or
+by whichever program of the tile ends last (COMBINE). SPLITS follows from shapes alone; a sequence
+takes as many of them as its own length warrants, and the rest end at once. So one captured graph
+serves every length, and a result does not depend on the rest of the batch.
+
+Dealing round (not cutting the keys into runs) makes the first block of a program independent of the
+length, so that the loads of the length and of the table do not wait for each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tkernels import attention, check, device
+from tkernels.attention_cases import PAGED_CASES, paged_inputs, paged_peers
+from tkernels.check import (
+    check_dtype,
+    check_last_contiguous,
+    check_no_overlap,
+    check_shape,
+    check_tensor,
+    describe,
+    new_output,
+)
+from tkernels.config import planned, resolve
+from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
+from tkernels.ops.flash_attn import _capped
+from tkernels.registry import Config, Cost, KernelSpec, Problem, op, register
+
+_OP = "paged_attn"
+_LOG2E = tl.constexpr(math.log2(math.e))
+_LN2 = tl.constexpr(math.log(2.0))
+# Below any score: where a maximum starts. It is finite, so that the difference of two is a number.
+_LOWEST = tl.constexpr(-1.0e30)
+
+
+def paged_attn_ref(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int = 1,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    config: Config | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch version of ``paged_attn``: one sequence after another. It reads lengths."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device)
+    block_size = k_cache.shape[1]
+    starts = range(len(q) + 1) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    for b, context_len in enumerate(context_lens.tolist()):
+        rows = slice(starts[b], starts[b + 1])
+        # Only what is in sight is gathered: blocks before the window may be anyone's by now.
+        first_query = context_len - (rows.stop - rows.start)
+        low = 0 if window is None else max(first_query - window + 1, 0)
+        first = low // block_size
+        blocks = block_table[b, first : cdiv(context_len, block_size)].long()
+        k, v = (
+            cache[blocks].flatten(0, 1)[low - first * block_size : context_len - first * block_size]
+            for cache in (k_cache, v_cache)
+        )
+        o, s = attention.attention_ref(
+            q[rows],
+            k,
+            v,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            causal=True,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        out[rows], lse[rows] = o.to(out.dtype), s
+    return (out, lse) if return_lse else out
+
+
+# ---- kernels ---------------------------------------------------------------------------------
+# fmt: off
+
+
+@triton.jit
+def _wait_for_earlier_kernels():
+    """Programmatic dependent launch: all that ran before is finished and its writes are visible."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _let_next_kernel_start():
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _sequence(
+    seq,
+    lens_ptr,
+    cu_ptr,
+    window,
+    BLOCK_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_SHARE: tl.constexpr,
+    MULTI: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """(context length, first token, tokens, first key of the first block in sight, splits used)"""
+    context_len = tl.load(lens_ptr + seq)
+    first_token = seq
+    n_tokens = 1
+    if MULTI:
+        first_token = tl.load(cu_ptr + seq)
+        n_tokens = tl.load(cu_ptr + seq + 1) - first_token
+    base = 0
+    if HAS_WINDOW:
+        base = tl.maximum(context_len - n_tokens - window + 1, 0) // BLOCK_SIZE * BLOCK_SIZE
+    shares = (context_len - base + MIN_SHARE - 1) // MIN_SHARE
+    used = tl.minimum(tl.maximum(shares, 1), SPLITS)
+    return context_len, first_token, n_tokens, base, used
+
+
+@triton.jit
+def _finish(acc, top, total, sinks_ptr, heads, ok, HAS_SINKS: tl.constexpr):
+    """(results, natural log-sum-exps) of rows: ``top`` is the largest score times log2(e)."""
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + heads, mask=ok, other=0.0) * _LOG2E
+        all_top = tl.maximum(top, sink)
+        shrink = tl.math.exp2(top - all_top)
+        acc = acc * shrink[:, None]
+        total = total * shrink + tl.math.exp2(sink - all_top)
+        top = all_top
+    nothing = total == 0.0
+    total = tl.where(nothing, 1.0, total)
+    lse = tl.where(nothing, float("-inf"), (top + tl.math.log2(total)) * _LN2)
+    return acc / total[:, None], lse
+
+
+@triton.jit
+def _merge(
+    part_ptr,
+    part_lse_ptr,
+    rows,  # [R] of the results, int64
+    ok,
+    used,
+    R: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,  # splits a step: [R, CHUNK, BLOCK_D] is in registers at once
+):
+    """Weighted sum of each row's partial results, in fixed order: (acc, top, total)."""
+    s = tl.arange(0, CHUNK)
+    d = tl.arange(0, BLOCK_D)
+    top = tl.full([R], _LOWEST, tl.float32)
+    for i in tl.static_range(0, SPLITS, CHUNK):
+        there = ok[:, None] & (i + s < used)[None, :]
+        lse_ptrs = part_lse_ptr + rows[:, None] * SPLITS + (i + s)[None, :]
+        top = tl.maximum(top, tl.max(tl.load(lse_ptrs, mask=there, other=float("-inf")), 1))
+    total = tl.zeros([R], tl.float32)
+    acc = tl.zeros([R, BLOCK_D], tl.float32)
+    for i in tl.static_range(0, SPLITS, CHUNK):
+        there = ok[:, None] & (i + s < used)[None, :]
+        parts = rows[:, None] * SPLITS + (i + s)[None, :]
+        lse = tl.load(part_lse_ptr + parts, mask=there, other=float("-inf"))
+        weight = tl.math.exp2((lse - top[:, None]) * _LOG2E)
+        out = tl.load(
+            part_ptr + parts[:, :, None] * HEAD_DIM + d[None, None, :],
+            mask=there[:, :, None] & (d < HEAD_DIM)[None, None, :],
+            other=0.0,
+        )
+        total += tl.sum(weight, 1)
+        acc += tl.sum(out * weight[:, :, None], 1)
+    return acc, top * _LOG2E, total
+
+
+@triton.jit
+def _attend(
+    acc, top, total, q, row_token,
+    first, end, step,  # blocks of BLOCK_N keys to look at
+    base, low, high,  # key that the blocks start from; keys that any row of the tile sees
+    before,  # position of the sequence's first query
+    last_column, k_ptr, v_ptr, table_ptr, stride_kb, stride_ks, stride_vb, stride_vs,
+    window, score_scale, cap,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MULTI: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+):
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    for block in range(first, end, step):
+        start = base + block * BLOCK_N
+        if BLOCK_N <= BLOCK_SIZE:
+            page = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+            slot = (start % BLOCK_SIZE + n).to(tl.int64)
+        else:
+            # Columns past the context may hold anything: the last real one stands in for them.
+            column = tl.minimum(start // BLOCK_SIZE + n // BLOCK_SIZE, last_column)
+            page = tl.load(table_ptr + column).to(tl.int64)
+            slot = (n % BLOCK_SIZE).to(tl.int64)
+        k_rows = page * stride_kb + slot * stride_ks
+        if SAME_STRIDES:
+            v_rows = k_rows
+        else:
+            v_rows = page * stride_vb + slot * stride_vs
+        k_ptrs = k_ptr + k_rows[:, None] + d[None, :]
+        v_ptrs = v_ptr + v_rows[:, None] + d[None, :]
+        # Keys out of sight may be NaN: their scores are dropped below. Values must not be, because
+        # 0 * NaN is NaN.
+        if BLOCK_D == HEAD_DIM:
+            k = tl.load(k_ptrs)
+        else:
+            k = tl.load(k_ptrs, mask=(d < HEAD_DIM)[None, :], other=0.0)
+        if MASKED:
+            seen = n < high - start
+            if HAS_WINDOW:
+                seen = seen & (n >= low - start)
+            v = tl.load(v_ptrs, mask=seen[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        elif BLOCK_D == HEAD_DIM:
+            v = tl.load(v_ptrs)
+        else:
+            v = tl.load(v_ptrs, mask=(d < HEAD_DIM)[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+        if HAS_SOFTCAP:
+            s = _capped(s, 1.0, q.dtype == tl.float32) * cap
+        if MASKED:
+            # Ascend overlaps its two kinds of cores only if no vector that the loads need is needed
+            # here again; so this compares anew, and with another scalar.
+            if MULTI:
+                sees = n[None, :] <= row_token[:, None] + (before - start)
+                if HAS_WINDOW:
+                    sees = sees & (n[None, :] > row_token[:, None] + (before - window - start))
+            else:
+                sees = (n <= before - start)[None, :]
+                if HAS_WINDOW:
+                    sees = sees & (n > before - window - start)[None, :]
+            s = tl.where(sees, s, float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 1))
+        p = tl.math.exp2(s - new_top[:, None])
+        shrink = tl.math.exp2(top - new_top)
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=["n_parts", "window", "row_tiles", "n_tiles"])
+def _paged_attn_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr,
+    count_ptr, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
+    stride_vh, stride_tb, stride_ot, stride_oh,
+    n_parts, window, row_tiles, n_tiles, score_scale, cap,
+    N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, MULTI: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr, SAME_STRIDES: tl.constexpr, ONE_TILE: tl.constexpr,
+    MERGE_HEADS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK_HEADS: tl.constexpr, PEEL: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr, COMBINE: tl.constexpr, PDL: tl.constexpr,
+):
+    if PDL:
+        _wait_for_earlier_kernels()
+        _let_next_kernel_start()
+    if ONE_TILE:
+        _paged_attn_tile(
+            tl.program_id(0), q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, out_ptr,
+            lse_ptr, part_ptr, count_ptr, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh,
+            stride_vb, stride_vs, stride_vh, stride_tb, stride_ot, stride_oh,
+            n_parts, window, row_tiles, score_scale, cap,
+            N_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, MULTI, HAS_WINDOW, HAS_SOFTCAP,
+            HAS_SINKS, HAS_LSE, SAME_STRIDES, MERGE_HEADS, CHUNK, BLOCK_M, BLOCK_N, PACK_HEADS,
+            PEEL, SPLITS, MIN_SHARE, COMBINE)
+    else:
+        for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+            _paged_attn_tile(
+                tile, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, out_ptr,
+                lse_ptr, part_ptr, count_ptr, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh,
+                stride_vb, stride_vs, stride_vh, stride_tb, stride_ot, stride_oh,
+                n_parts, window, row_tiles, score_scale, cap,
+                N_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, MULTI, HAS_WINDOW, HAS_SOFTCAP,
+                HAS_SINKS, HAS_LSE, SAME_STRIDES, MERGE_HEADS, CHUNK, BLOCK_M, BLOCK_N, PACK_HEADS,
+                PEEL, SPLITS, MIN_SHARE, COMBINE)
+
+
+@triton.jit
+def _paged_attn_tile(
+    tile, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr,
+    count_ptr, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
+    stride_vh, stride_tb, stride_ot, stride_oh, n_parts, window, row_tiles, score_scale, cap,
+    N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, MULTI: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr, SAME_STRIDES: tl.constexpr, MERGE_HEADS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK_HEADS: tl.constexpr,
+    PEEL: tl.constexpr, SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr, COMBINE: tl.constexpr,
+):
+    # A row is a query token and one of PACK heads of one KV head: token * PACK + head.
+    pack: tl.constexpr = N_HEADS // N_KV_HEADS if PACK_HEADS else 1
+    head_tiles: tl.constexpr = N_HEADS // pack
+    # Neighbours read neighbouring heads of the same tokens.
+    head0 = tile % head_tiles * pack
+    split = tile // head_tiles % SPLITS
+    row_tile = 0
+    seq = tile // (head_tiles * SPLITS)
+    if MULTI or pack > BLOCK_M:
+        row_tile = seq % row_tiles
+        seq = seq // row_tiles
+    row0 = row_tile * BLOCK_M
+    context_len, first_token, n_tokens, base, used = _sequence(
+        seq, lens_ptr, cu_ptr, window, BLOCK_SIZE, SPLITS, MIN_SHARE, MULTI, HAS_WINDOW)
+    if (split < used) & (row0 < n_tokens * pack):
+        before = context_len - n_tokens
+        d = tl.arange(0, BLOCK_D)
+        row = row0 + tl.arange(0, BLOCK_M)
+        row_ok = row < n_tokens * pack
+        # The tokens of this tile, from first_token on, and the keys that any of them sees.
+        token0 = row0 // pack
+        high = tl.minimum(context_len, before + (row0 + BLOCK_M - 1) // pack + 1)
+        low = 0
+        if HAS_WINDOW:
+            low = tl.maximum(before + token0 - window + 1, 0)
+        if MULTI:
+            row_token = row // pack
+            heads = head0 + row % pack
+            tokens = (first_token + row_token).to(tl.int64)
+        else:
+            row_token = row
+            heads = head0 + row
+            tokens = first_token.to(tl.int64)
+        results = tokens * N_HEADS + heads
+        ok = row_ok[:, None] & (d < HEAD_DIM)[None, :]
+        q_rows = tokens * stride_qt + heads.to(tl.int64) * stride_qh
+        q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=ok, other=0.0)
+        top = tl.full([BLOCK_M], _LOWEST, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        kv_head = (head0 // (N_HEADS // N_KV_HEADS)).to(tl.int64)
+        k_ptr += kv_head * stride_kh
+        v_ptr += kv_head * stride_vh
+        table_ptr += seq.to(tl.int64) * stride_tb
+        last_column = tl.maximum(context_len - 1, 0) // BLOCK_SIZE
+        first = split
+        end = (tl.maximum(high - base, 0) + BLOCK_N - 1) // BLOCK_N
+        if HAS_WINDOW:
+            first += (tl.maximum((low - base) // BLOCK_N - split, 0) + used - 1) // used * used
+        if PEEL and not HAS_WINDOW:  # blocks that all rows see whole need no mask
+            whole = tl.minimum(tl.maximum(before + token0 + 1 - base, 0) // BLOCK_N, end)
+            acc, top, total = _attend(
+                acc, top, total, q, row_token, first, whole, used, base, low, high, before,
+                last_column, k_ptr, v_ptr, table_ptr, stride_kb, stride_ks, stride_vb, stride_vs,
+                window, score_scale, cap, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
+                MULTI, False, HAS_WINDOW, HAS_SOFTCAP, SAME_STRIDES)
+            first += (tl.maximum(whole - first, 0) + used - 1) // used * used
+        acc, top, total = _attend(
+            acc, top, total, q, row_token, first, end, used, base, low, high, before, last_column,
+            k_ptr, v_ptr, table_ptr, stride_kb, stride_ks, stride_vb, stride_vs,
+            window, score_scale, cap, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
+            MULTI, True, HAS_WINDOW, HAS_SOFTCAP, SAME_STRIDES)
+        if SPLITS == 1:
+            out, lse = _finish(acc, top, total, sinks_ptr, heads, row_ok, HAS_SINKS)
+            o_rows = tokens * stride_ot + heads.to(tl.int64) * stride_oh
+            out_ptrs = out_ptr + o_rows[:, None] + d[None, :]
+            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=ok)
+            if HAS_LSE:
+                tl.store(lse_ptr + results, lse, mask=row_ok)
+        else:
+            out, lse = _finish(acc, top, total, sinks_ptr, heads, row_ok, False)
+            parts = results * SPLITS + split
+            part_lse_ptr = part_ptr + n_parts.to(tl.int64) * HEAD_DIM
+            tl.store(part_ptr + parts[:, None] * HEAD_DIM + d[None, :], out, mask=ok)
+            tl.store(part_lse_ptr + parts, lse, mask=row_ok)
+            if COMBINE == "last":
+                # All threads have written before one of them says so.
+                tl.debug_barrier()
+                count_ptr += (seq * row_tiles + row_tile) * head_tiles + tile % head_tiles
+                if tl.atomic_add(count_ptr, 1, sem="acq_rel") == used - 1:
+                    tl.store(count_ptr, 0)
+                    _store_merged(
+                        sinks_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, stride_ot, stride_oh,
+                        head0 + row0, head0 + pack, first_token, used, N_HEADS, HEAD_DIM, BLOCK_D,
+                        MERGE_HEADS, SPLITS, CHUNK, HAS_SINKS, HAS_LSE)
+
+
+@triton.jit
+def _store_merged(
+    sinks_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, stride_ot, stride_oh,
+    head0, end_head, token, used,
+    N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
+    SPLITS: tl.constexpr, CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+):
+    """Merge the partial results of up to HEADS heads of one token into the result."""
+    heads = head0 + tl.arange(0, HEADS)
+    d = tl.arange(0, BLOCK_D)
+    head_ok = heads < end_head
+    results = token.to(tl.int64) * N_HEADS + heads
+    acc, top, total = _merge(
+        part_ptr, part_lse_ptr, results, head_ok, used, HEADS, HEAD_DIM, BLOCK_D, SPLITS, CHUNK)
+    out, lse = _finish(acc, top, total, sinks_ptr, heads, head_ok, HAS_SINKS)
+    o_rows = token.to(tl.int64) * stride_ot + heads.to(tl.int64) * stride_oh
+    ok = head_ok[:, None] & (d < HEAD_DIM)[None, :]
+    out_ptrs = out_ptr + o_rows[:, None] + d[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=ok)
+    if HAS_LSE:
+        tl.store(lse_ptr + results, lse, mask=head_ok)
+
+
+@triton.jit(do_not_specialize=["n_parts", "window", "max_tokens", "n_tiles"])
+def _combine_kernel(
+    lens_ptr, cu_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, stride_ot, stride_oh,
+    n_parts, window, max_tokens, n_tiles,
+    N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, MULTI: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr, PDL: tl.constexpr,
+):
+    """A tile is one head of one token."""
+    for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
+        head = tile % N_HEADS
+        token = tile // N_HEADS % max_tokens
+        _, first_token, n_tokens, _, used = _sequence(
+            tile // N_HEADS // max_tokens, lens_ptr, cu_ptr, window,
+            BLOCK_SIZE, SPLITS, MIN_SHARE, MULTI, HAS_WINDOW)
+        if PDL:
+            _wait_for_earlier_kernels()
+        if token < n_tokens:
+            _store_merged(
+                sinks_ptr, out_ptr, lse_ptr, part_ptr, part_ptr + n_parts.to(tl.int64) * HEAD_DIM,
+                stride_ot, stride_oh, head, head + 1, first_token + token, used,
+                N_HEADS, HEAD_DIM, BLOCK_D, 1, SPLITS, CHUNK, HAS_SINKS, HAS_LSE)
+
+
+# fmt: on
+# ---- launch ----------------------------------------------------------------------------------
+
+
+@op
+def paged_attn(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int = 1,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    config: Config | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the last tokens of each sequence to all its tokens in a paged cache.
+
+    Causal: the last query of a sequence stands at its last key, position context_len - 1.
+
+    Args:
+        q: [n_tokens, num_heads, head_dim], fp32, bf16 or fp16, head_dim up to 256; token and head
+            strides are free.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], of q's dtype; block_size
+            a power of two from 16 on, num_kv_heads divides num_heads. The last dimension is
+            contiguous, other strides are free: a permuted [num_blocks, num_kv_heads, block_size,
+            head_dim] pool will do.
+        block_table: int32 [batch, max_blocks], the blocks of each sequence in order. Its row stride
+            is free. Columns past a sequence's length, and those wholly before its window, are not
+            read.
+        context_lens: int32 [batch], tokens of each sequence in the cache, those of q included; at
+            most max_blocks * block_size. 0 stands for padding.
+        cu_seqlens_q: int32 [batch + 1], where the tokens of each sequence begin in q; None: one
+            token a sequence. Values of these three are checked under TKERNELS_DEBUG=1 only.
+        max_seqlen_q: at least the most tokens of a sequence in q; 1 without cu_seqlens_q.
+        scale: factor of the scores; None is head_dim ** -0.5.
+        window: the query at position p sees keys p - window + 1 to p only.
+        softcap: c, scores become c * tanh(score / c); None: no cap.
+        sinks: fp32 [num_heads], a logit beside the scores that has no value.
+        workspace: int32, contiguous, zeros, at least batch * num_heads of them: counters that save
+            a launch where a sequence is shared between programs. They are zeros again afterwards.
+            Calls that may run at the same time (on two streams) must not share it.
+        out: where to write, like ``q``; must not overlap an input.
+        return_lse: also return the natural logarithm of the softmax's sum.
+        config: launch config; None looks it up.
+
+    Returns:
+        ``out``, or a new contiguous tensor, like ``q``; with ``return_lse`` (out, lse), lse fp32
+        [n_tokens, num_heads]. A token that sees no key is zeros, its lse -inf (its sink, with
+        sinks).
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
+    """
+    if out is None:
+        out = new_output(_OP, q, name="q")
+    tensors: tuple[torch.Tensor, ...] = (q, k_cache, v_cache, block_table, context_lens, out)
+    present = ""
+    for name, t in (("q", cu_seqlens_q), ("s", sinks), ("w", workspace)):
+        if t is not None:
+            tensors, present = (*tensors, t), present + name
+    # fmt: off
+    run = planned(_plan, config, tensors, present, max_seqlen_q, scale, window, softcap, return_lse)
+    # fmt: on
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
+    if run is not None:
+        if check.DEBUG:
+            _check_values(q, k_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, window)
+        run(
+            q, k_cache, v_cache, block_table, context_lens, out, lse, cu_seqlens_q, sinks, workspace
+        )
+    return out if lse is None else (out, lse)
+
+
+_Run = Callable[..., None]
+
+
+def _plan(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    out: torch.Tensor,
+    *rest: Any,
+    config: Config | None,
+) -> _Run | None:
+    """What runs such a call, given all its tensors; None where there is nothing to do."""
+    *more, present, max_seqlen_q, scale, window, softcap, has_lse = rest
+    given: dict[str, torch.Tensor] = dict(zip(present, more, strict=True))
+    _check(q, k_cache, v_cache, block_table, context_lens, out, given, max_seqlen_q)
+    attention.check_options(_OP, scale, window, softcap, causal=True)
+    (n_tokens, n_heads, head_dim), (batch, max_blocks) = q.shape, block_table.shape
+    block_size, n_kv_heads = k_cache.shape[1:3]
+    if n_tokens == 0 or n_heads == 0 or batch == 0 or max_seqlen_q == 0:
+        return None
+    varlen, has_workspace = "q" in given, "w" in given
+    # fmt: off
+    values = (batch, max_seqlen_q, n_heads, n_kv_heads, head_dim, block_size, max_blocks, window,
+              varlen, has_workspace, q.dtype)
+    cfg, max_programs = resolve(SPEC, values, config)
+    # fmt: on
+    cfg = {"COMBINE": "launch", "PDL": False, **cfg}  # what only GPUs have
+    dev = device.current()
+    pack = n_heads // n_kv_heads if cfg["PACK_HEADS"] else 1
+    row_tiles = cdiv(max_seqlen_q * pack, cfg["BLOCK_M"])
+    tiles = batch * row_tiles * (n_heads // pack)
+    splits = cfg["SPLITS"]
+    programs = min(tiles * splits, max_programs * dev.num_dot_cores // dev.num_cores)
+    split, last = splits > 1, splits > 1 and cfg["COMBINE"] == "last"
+    block_d = max(16, next_power_of_2(head_dim))
+    merge_heads = min(cfg["BLOCK_M"], next_power_of_2(pack)) if last else 1
+    shared = {
+        "N_HEADS": n_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_SIZE": block_size,
+        "MULTI": varlen,
+        "HAS_WINDOW": window is not None,
+        "HAS_SINKS": "s" in given,
+        "HAS_LSE": has_lse,
+        "CHUNK": min(next_power_of_2(splits), 32, max(1, 8192 // (merge_heads * block_d))),
+    }
+    pdl = {"launch_pdl": True} if cfg["PDL"] else {}
+    attend = bind(
+        _paged_attn_kernel,
+        (programs,),
+        **shared,
+        N_KV_HEADS=n_kv_heads,
+        HAS_SOFTCAP=softcap is not None,
+        SAME_STRIDES=k_cache.stride()[:2] == v_cache.stride()[:2],
+        ONE_TILE=programs == tiles * splits,
+        MERGE_HEADS=merge_heads,
+        **cfg,
+        **pdl,
+    )
+    n_results = batch * max_seqlen_q * n_heads
+    combine = None
+    if split and not last:
+        combine = bind(
+            _combine_kernel,
+            (min(n_results, max_programs),),
+            **shared,
+            SPLITS=splits,
+            MIN_SHARE=cfg["MIN_SHARE"],
+            PDL=cfg["PDL"],
+            **({"num_warps": 4} if "num_warps" in cfg else {}),
+            **pdl,
+        )
+    n_parts = n_tokens * n_heads * splits if split else 0
+    # Scores come with log2(e) in them, or, to be capped, as the argument of tanh.
+    log2e, scale = math.log2(math.e), head_dim**-0.5 if scale is None else scale
+    factor = scale * log2e if softcap is None else scale / softcap
+    cap = 0.0 if softcap is None else softcap * log2e
+    # fmt: off
+    numbers = (*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0),
+               *out.stride()[:2], n_parts, window or 0, row_tiles, tiles * splits, factor, cap)
+    merge_numbers = (*out.stride()[:2], n_parts, window or 0, max_seqlen_q, n_results)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor,
+            lens: torch.Tensor, out: torch.Tensor, lse: Any, cu: Any, sinks: Any,
+            counters: Any) -> None:
+        # What is not there is stood in for by something that is, and not read.
+        lse, sinks = out if lse is None else lse, q if sinks is None else sinks
+        cu, part = lens if cu is None else cu, out
+        if split:  # results of head_dim numbers each, then their lse
+            part = torch.empty(n_parts * (head_dim + 1), dtype=torch.float32, device=q.device)
+        if counters is None:
+            counters = lens
+            if last:
+                counters = torch.zeros(tiles, dtype=torch.int32, device=q.device)
+        attend(q, k, v, table, lens, cu, sinks, out, lse, part, counters, *numbers)
+        if combine is not None:
+            combine(lens, cu, sinks, out, lse, part, *merge_numbers)
+
+    # fmt: on
+    return run
+
+
+def _check(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    out: torch.Tensor,
+    given: dict[str, torch.Tensor],
+    max_seqlen_q: Any,
+) -> None:
+    """All that metadata can tell about the tensors."""
+    attention.check_query(_OP, q)
+    check_shape(_OP, "q", q, n_tokens=None, num_heads=None, head_dim=None)
+    for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(_OP, name, t)
+        check_shape(
+            _OP, name, t, num_blocks=None, block_size=None, num_kv_heads=None, head_dim=q.shape[-1]
+        )
+        attention.check_keys(_OP, name, t, q, heads_at=2)
+    block_size = k_cache.shape[1]
+    if block_size < 16 or block_size & (block_size - 1):
+        raise ValueError(
+            f"{_OP}: k_cache must have a block_size that is a power of two from 16 on, got "
+            f"{describe(k_cache)}"
+        )
+    if v_cache.shape != k_cache.shape:
+        raise ValueError(
+            f"{_OP}: v_cache must have shape {list(k_cache.shape)} as k_cache has, got "
+            f"{describe(v_cache)}"
+        )
+    for name, t in (("context_lens", context_lens), ("block_table", block_table)):
+        check_tensor(_OP, name, t)
+        check_dtype(_OP, name, t, (torch.int32,))
+    check_shape(_OP, "context_lens", context_lens, batch=None)
+    batch = context_lens.shape[0]
+    check_shape(_OP, "block_table", block_table, batch=batch, max_blocks=None)
+    check_last_contiguous(_OP, "context_lens", context_lens)
+    check_last_contiguous(_OP, "block_table", block_table)
+    attention.check_result(_OP, out, q)
+    check_no_overlap(_OP, "out", out)
+    if "s" in given:
+        attention.check_sinks(_OP, given["s"], q.shape[1])
+    if "w" in given:
+        _check_workspace(given["w"], batch * q.shape[1])
+    if isinstance(max_seqlen_q, bool) or not isinstance(max_seqlen_q, int) or max_seqlen_q < 0:
+        raise ValueError(f"{_OP}: max_seqlen_q must be an int >= 0, got {describe(max_seqlen_q)}")
+    if "q" in given:
+        attention.check_offsets(_OP, "cu_seqlens_q", given["q"])
+        if given["q"].shape[0] != batch + 1:
+            raise ValueError(
+                f"{_OP}: cu_seqlens_q must have shape [batch + 1 = {batch + 1}], got "
+                f"{describe(given['q'])}"
+            )
+        return
+    if max_seqlen_q != 1:
+        raise ValueError(f"{_OP}: max_seqlen_q must be 1 without cu_seqlens_q, got {max_seqlen_q}")
+    check_shape(_OP, "q", q, batch=batch, num_heads=None, head_dim=None)
+
+
+def _check_workspace(workspace: torch.Tensor, counters: int) -> None:
+    check_tensor(_OP, "workspace", workspace)
+    check_dtype(_OP, "workspace", workspace, (torch.int32,))
+    if workspace.dim() != 1 or workspace.shape[0] < counters:
+        raise ValueError(
+            f"{_OP}: workspace must have shape [n] with n >= batch * num_heads = {counters}, got "
+            f"{describe(workspace)}"
+        )
+    check_last_contiguous(_OP, "workspace", workspace)
+    check_no_overlap(_OP, "workspace", workspace)
+
+
+def _check_values(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    window: int | None,
+) -> None:
+    """What the kernel relies on. It reads values: for TKERNELS_DEBUG=1 only."""
+    num_blocks, block_size = k_cache.shape[:2]
+    capacity = block_table.shape[1] * block_size
+    starts = list(range(len(q) + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    counts = [after - before for before, after in itertools.pairwise(starts)]
+    if starts[0] != 0 or starts[-1] > len(q) or any(not 0 <= n <= max_seqlen_q for n in counts):
+        raise ValueError(
+            f"{_OP}: cu_seqlens_q must rise from 0 to at most {len(q)} by at most max_seqlen_q = "
+            f"{max_seqlen_q} a sequence, got {describe(starts)}"
+        )
+    for b, (n, context_len) in enumerate(zip(counts, context_lens.tolist(), strict=True)):
+        if not 0 <= context_len <= capacity:
+            raise ValueError(
+                f"{_OP}: context_lens must be from 0 to {capacity}, got {context_len} at {b}"
+            )
+        first = 0 if window is None else max(context_len - n - window + 1, 0) // block_size
+        blocks = block_table[b, first : cdiv(context_len, block_size)]
+        if bool(((blocks < 0) | (blocks >= num_blocks)).any()):
+            raise ValueError(
+                f"{_OP}: block_table must hold blocks from 0 to {num_blocks - 1}, got "
+                f"{describe(blocks.tolist())} in row {b}"
+            )
+
+
+# ---- facts for tests, bench and tuner --------------------------------------------------------
+
+_FIELDS = (
+    "batch",
+    "max_seqlen_q",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "block_size",
+    "max_blocks",
+    "window",
+    "varlen",
+    "workspace",
+    "dtype",
+)
+
+
+def _most_keys(problem: Problem) -> int:
+    """Keys that the tokens of one sequence can see at most, as far as shapes tell."""
+    table: int = problem["max_blocks"] * problem["block_size"]
+    window: int | None = problem["window"]
+    return max(1, table if window is None else min(table, window + problem["max_seqlen_q"] - 1))
+
+
+def _tuning_key(problem: Problem) -> dict[str, Any]:
+    p = problem
+    return {
+        "head_dim": p["head_dim"],
+        "itemsize": p["dtype"].itemsize,
+        "block_size": p["block_size"],
+        "group": p["num_heads"] // p["num_kv_heads"],
+        "varlen": p["varlen"],
+        "window": p["window"] is not None,
+        "workspace": p["workspace"],
+        "batch_kv_heads": next_power_of_2(p["batch"] * p["num_kv_heads"]),
+        "keys": next_power_of_2(_most_keys(p)),
+        "seqlen_q": next_power_of_2(p["max_seqlen_q"]),
+    }
+
+
+def _space(dev: Device) -> dict[str, list[Any]]:
+    space: dict[str, list[Any]] = {
+        "BLOCK_M": [16, 32, 64, 128],
+        "BLOCK_N": [16, 32, 64, 128, 256],
+        "PACK_HEADS": [True, False],
+        "PEEL": [False, True],
+        "SPLITS": [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128],
+        "MIN_SHARE": [64, 128, 256, 512, 1024, 2048],
+        "programs_per_core": [0, 1, 2, 4],
+    }
+    if not dev.registers:
+        return space
+    return {
+        **space,
+        "COMBINE": ["launch", "last"],
+        "PDL": [False, True] if _has_pdl(dev) else [False],
+        "num_warps": [1, 2, 4, 8],
+        "num_stages": [1, 2, 3, 4, 5, 6],
+    }
+
+
+def _has_pdl(dev: Device) -> bool:
+    """Programmatic dependent launch: a kernel starts while the one before it still runs."""
+    return dev.arch in ("sm90", "sm100", "sm103", "sm120")
+
+
+def _default_config(problem: Problem, dev: Device) -> Config:
+    p = problem
+    group = p["num_heads"] // p["num_kv_heads"]
+    pack = bool(dev.registers) or not p["varlen"]  # Ascend divides no vectors of integers
+    rows = p["max_seqlen_q"] * (group if pack else 1)
+    most_rows = 128 if p["head_dim"] <= 128 and p["dtype"] != torch.float32 else 32
+    block_m = min(most_rows, max(16, next_power_of_2(rows))) if p["varlen"] else 16
+    tiles = p["batch"] * p["num_kv_heads"] * cdiv(rows, block_m) * (1 if pack else group)
+    splits, share = _default_splits(tiles, _most_keys(p), dev.num_dot_cores)
+    config: Config = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": p["block_size"],
+        "PACK_HEADS": pack,
+        "PEEL": False,
+        "SPLITS": splits,
+        "MIN_SHARE": share,
+        "programs_per_core": 1,
+    }
+    if not dev.registers:
+        return config
+    few = tiles * splits <= 2 * dev.num_cores
+    wide = block_m >= 64
+    block_n = 32 if (splits > 1 and few) or p["dtype"] == torch.float32 else 64
+    block_n = min(block_n, 64 if p["head_dim"] <= 128 else 32)
+    step = 2 * block_n * max(16, next_power_of_2(p["head_dim"])) * p["dtype"].itemsize
+    # Two programs to a core hide each other's waits; few programs load further ahead instead.
+    stages = max(1, min(5 if few and not wide else 3, dev.local_mem_bytes // 2 // step))
+    last = p["workspace"] and splits > 1 and not p["varlen"]
+    return {
+        **config,
+        "BLOCK_N": block_n,
+        "PEEL": wide and p["window"] is None,
+        "programs_per_core": 0,
+        "COMBINE": "last" if last else "launch",
+        "PDL": _has_pdl(dev),
+        "num_warps": {128: 8, 64: 4}.get(block_m, 2),
+        "num_stages": min(stages, 2) if wide else stages,
+    }
+
+
+def _default_splits(tiles: int, keys: int, cores: int) -> tuple[int, int]:
+    """(SPLITS, MIN_SHARE) by shapes alone.
+
+    Too few tiles for the cores: two programs a core, each with 64 keys at least. Otherwise tables
+    of long sequences may hold short ones beside long ones, and whole sequences would end at
+    different times: up to 8 shares of 1024 keys or more, which cost under 1% in partial results,
+    as long as the programs without a share do not become too many.
+    """
+    if 4 * tiles < 3 * cores:
+        return _largest_power_of_2(max(1, min(2 * cores // tiles, 128, cdiv(keys, 64)))), 64
+    if keys <= 4096:
+        return 1, 1024
+    return _largest_power_of_2(max(1, min(8, keys // 1024, 32 * cores // tiles))), 1024
+
+
+def _largest_power_of_2(n: int) -> int:
+    return 1 << (n.bit_length() - 1)
+
+
+def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
+    m, n, block_size = config["BLOCK_M"], config["BLOCK_N"], problem["block_size"]
+    for name in ("BLOCK_M", "BLOCK_N"):
+        if config[name] < 16 or config[name] & (config[name] - 1):
+            return f"{name} must be a power of two from 16 on, got {config[name]}"
+    if config["SPLITS"] < 1 or config["MIN_SHARE"] < 1:
+        return "SPLITS and MIN_SHARE must be 1 or more"
+    if config["PEEL"] and (problem["window"] is not None or not problem["varlen"]):
+        return "PEEL needs cu_seqlens_q and no window"
+    if config.get("COMBINE", "launch") not in ("launch", "last"):
+        return f"COMBINE must be launch or last, got {config['COMBINE']!r}"
+    if config.get("COMBINE") == "last" and problem["varlen"]:
+        return "COMBINE last needs one token a sequence"
+    if config.get("PDL") and not _has_pdl(dev):
+        return f"PDL needs sm90 or later, got {dev.arch}"
+    dim, size = max(16, next_power_of_2(problem["head_dim"])), problem["dtype"].itemsize
+    if dev.is_npu:
+        if n != block_size:
+            return f"BLOCK_N must be the block_size {block_size}, a page a step, got {n}"
+        # Huawei's compiler is the judge; this is what it took (ascendnpu-ir 1.2.0).
+        if max(m, n) > 128 or m * max(n, dim) > 128 * 128 or size * dim * n > 2 * 128 * 128:
+            return f"tiles of {m} rows and {n} keys of {dim} values overflow UB"
+        return None
+    stages, warps = config.get("num_stages", 1), config.get("num_warps", 4)
+    if warps not in (1, 2, 4, 8, 16) or stages < 1:
+        return f"num_warps must be a power of two and num_stages 1 or more, got {warps}, {stages}"
+    need = (m + 2 * n * stages) * dim * size + m * n * size
+    if need > dev.local_mem_bytes:
+        return f"the tiles need about {need} bytes of shared memory, {dev.local_mem_bytes} there"
+    if m * (dim + 2 * n) // (warps * 32) > 255:
+        return "result, scores and weights alone need more than 255 registers a thread"
+    return None
+
+
+def _cost(problem: Problem) -> Cost:
+    """Keys and values that any token sees are read once, q is, and the results written."""
+    p, window, block_size = problem, problem["window"], problem["block_size"]
+    q_lens = p["q_lens"] or [1] * p["batch"]
+    keys = blocks = pairs = 0
+    for n, context_len in zip(q_lens, p["contexts"], strict=True):
+        if n == 0:
+            continue
+        most = context_len if window is None else window
+        low = max(0, context_len - n - most + 1)
+        keys += context_len - low
+        blocks += cdiv(context_len, block_size) - low // block_size
+        pairs += sum(max(0, min(context_len - n + i + 1, most)) for i in range(n))
+    tokens, heads = sum(q_lens), p["num_heads"]
+    rows = 2 * tokens * heads + 2 * keys * p["num_kv_heads"]
+    words = blocks + p["batch"] + (p["batch"] + 1) * p["varlen"]
+    words += heads * p["sinks"] + tokens * heads * p["lse"]
+    return Cost(
+        flops=4 * pairs * heads * p["head_dim"],
+        bytes=rows * p["head_dim"] * p["dtype"].itemsize + 4 * words,
+    )
+
+
+SPEC = register(
+    KernelSpec(
+        name=_OP,
+        launch=paged_attn,
+        reference=paged_attn_ref,
+        problem_fields=_FIELDS,
+        make_inputs=paged_inputs,
+        cases=PAGED_CASES,
+        tuning_key=_tuning_key,
+        space=_space,
+        default_config=_default_config,
+        why_illegal=_why_illegal,
+        cost=_cost,
+        outputs=("out",),
+        providers=paged_peers,
+    )
+)
