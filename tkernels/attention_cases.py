@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from random import Random
 from typing import Any
 
 import torch
@@ -62,30 +63,31 @@ def paged_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
     p, q_lens, block_size = problem, problem["q_lens"], problem["block_size"]
     generator = torch.Generator(dev).manual_seed(0)
 
-    def random(*shape: int) -> torch.Tensor:
+    def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=dev, dtype=p["dtype"])
 
     blocks = [cdiv(n, block_size) for n in p["contexts"]]
     num_blocks = max(1, sum(blocks)) + 2 * p["poison"]
-    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
-    # No block has such a number: whoever reads it leaves the pool.
-    unused = 2**31 - 1 if p["poison"] else 0
-    table = torch.full((p["batch"], p["max_blocks"]), unused, dtype=torch.int32)
+    order = list(range(num_blocks))
+    Random(0).shuffle(order)
     ends = [sum(blocks[:b]) for b in range(len(blocks) + 1)]
-    for b, n in enumerate(blocks):
-        table[b, :n] = order[ends[b] : ends[b + 1]]
+    # No block has such a number: whoever reads it leaves the pool.
+    unused = [2**31 - 1 if p["poison"] else 0]
+    table = [
+        order[ends[b] : ends[b + 1]] + unused * (p["max_blocks"] - n) for b, n in enumerate(blocks)
+    ]
     pool = (num_blocks, block_size, p["num_kv_heads"], p["head_dim"])
-    caches = random(*pool), random(*pool)
+    caches = normal(*pool), normal(*pool)
     if p["poison"]:
         for place, slots in _out_of_sight(p, order, ends):
             for cache in caches:
                 cache[place, slots] = math.nan
     n_tokens = p["batch"] if q_lens is None else sum(q_lens)
     inputs = {
-        "q": random(n_tokens, p["num_heads"], p["head_dim"]),
+        "q": normal(n_tokens, p["num_heads"], p["head_dim"]),
         "k_cache": caches[0],
         "v_cache": caches[1],
-        "block_table": table.to(dev),
+        "block_table": torch.tensor(table, dtype=torch.int32).to(dev),
         "context_lens": torch.tensor(p["contexts"], dtype=torch.int32).to(dev),
     }
     if q_lens is not None:
@@ -102,19 +104,19 @@ def paged_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
     return {**inputs, "return_lse": True} if p["lse"] else inputs
 
 
-def _out_of_sight(p: Problem, order: torch.Tensor, ends: list[int]) -> Iterator[tuple[int, slice]]:
+def _out_of_sight(p: Problem, order: list[int], ends: list[int]) -> Iterator[tuple[int, slice]]:
     """(block, slots) that no token may read: free blocks, ends of last ones, before windows."""
     block_size = p["block_size"]
     for free in range(ends[-1], len(order)):
-        yield int(order[free]), slice(None)
+        yield order[free], slice(None)
     for b, context_len in enumerate(p["contexts"]):
         n = 1 if p["q_lens"] is None else p["q_lens"][b]
         low = 0 if p["window"] is None else max(0, context_len - n - p["window"] + 1)
         low = low if n else context_len
         for i in range(ends[b + 1] - ends[b]):
             seen = slice(max(0, low - i * block_size), max(0, context_len - i * block_size))
-            yield int(order[ends[b] + i]), slice(0, min(seen.start, block_size))
-            yield int(order[ends[b] + i]), slice(seen.stop, None)
+            yield order[ends[b] + i], slice(0, min(seen.start, block_size))
+            yield order[ends[b] + i], slice(seen.stop, None)
 
 
 def paged_peers(inputs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
