@@ -123,7 +123,7 @@ class Runner:
         self, sequences: Sequence[SequenceState], new: list[int], num_logits: int | None
     ) -> torch.Tensor:
         """The next ``new[i]`` tokens of sequence i; see ``forward`` for ``num_logits``."""
-        meta = build_metadata(sequences, new, self.device, sdpa=True)
+        meta = build_metadata(sequences, new, self.device, sdpa=self.ops is not tkernels)
         ids, positions = self._inputs(sequences, new)
         with cpu_threads(self._cpu_threads(len(sequences), len(ids))):
             logits = forward(

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import greedy, new_runner, tiny
+from checkpoints import greedy, load_folder, new_runner, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tkernels
+from model import qwen3
 from model.kv_cache import BLOCK_SIZE, SequenceState, build_metadata
 from model.loop import Limits, generate
 from model.progress import progress
@@ -28,8 +29,8 @@ def prompt(count: int, seed: int = 0) -> list[int]:
     return torch.randint(331, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def chunked(chunk: int, ops: Any = tkernels.reference) -> Runner:
-    runner = new_runner(tiny("qwen3").ours, ops)
+def chunked(chunk: int, ops: Any = tkernels.reference, model: Any = None) -> Runner:
+    runner = new_runner(model or tiny("qwen3").ours, ops)
     runner.prefill_chunk = chunk
     for layer in (*runner.cache.k, *runner.cache.v):
         layer.fill_(torch.nan)  # so that reading a slot that nobody wrote shows
@@ -60,14 +61,13 @@ def test_split_computes_everything_once_in_order(missing: list[int], limit: int)
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_one_prompt(chunk: int) -> None:
-    ids = prompt(41)
+    ids = prompt(35)
     whole = chunked(10**6).prefill([SequenceState(list(ids))], all_logits=True)
-    close(chunked(chunk).prefill([SequenceState(list(ids))], all_logits=True), whole)
-    sequence = SequenceState(list(ids))
+        sequence = SequenceState(list(ids))
     runner = chunked(chunk)
     logits = runner.prefill([sequence])
     close(logits, whole[-1:])
-    assert sequence.num_computed == 41
+    assert sequence.num_computed == 35
     found = []
     for token in greedy(tiny("qwen3").ours, ids, 8):
         found.append(int(logits.argmax()))
@@ -97,6 +97,22 @@ def test_all_logits_of_a_mixed_batch_come_in_order() -> None:
     sequences = [[SequenceState(prompt(n, seed=n)) for n in (7, 20, 2)] for _ in range(2)]
     whole = chunked(10**6).prefill(sequences[0], all_logits=True)
     close(chunked(6).prefill(sequences[1], all_logits=True), whole)
+
+
+def test_kernels_equal_pytorch(dev: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks with and without earlier tokens in one step, then decode, on the kernels alone."""
+    model = load_folder(tiny("qwen3").folder, device=dev)
+    results = []
+    for ops in (tkernels.reference, tkernels):
+        if ops is tkernels:
+            monkeypatch.setattr(qwen3, "sdpa_attention", None)
+        runner = chunked(6, ops, model)
+        sequences = [SequenceState(prompt(n, seed=n)) for n in (3, 5, 2)]
+        rows = [runner.prefill(sequences)]
+        for s in sequences:
+            s.token_ids.append(5)
+        results.append(torch.cat([*rows, runner.decode(sequences)]))
+    close(results[1], results[0])
 
 
 # ---- memory and progress -----------------------------------------------------------------------
