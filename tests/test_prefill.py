@@ -63,8 +63,7 @@ def test_split_computes_everything_once_in_order(missing: list[int], limit: int)
 def test_one_prompt(chunk: int) -> None:
     ids = prompt(35)
     whole = chunked(10**6).prefill([SequenceState(list(ids))], all_logits=True)
-        sequence = SequenceState(list(ids))
-    runner = chunked(chunk)
+    runner, sequence = chunked(chunk), SequenceState(list(ids))
     logits = runner.prefill([sequence])
     close(logits, whole[-1:])
     assert sequence.num_computed == 35
