@@ -403,8 +403,12 @@ def _plan(
     attention.check_options(_OP, scale, window, softcap, causal)
     varlen = "q" in given
     batch = given["q"].shape[0] - 1 if varlen else q.shape[0]
-    if not varlen:
+    if varlen:  # no sequence is longer than all of them
+        max_q, max_k = min(max_q, q.shape[0]), min(max_k, k.shape[0])
+    else:
         max_q, max_k = q.shape[1], k.shape[1]
+    if window is not None:  # a wider one sees no more, and might leave 32 bits
+        window = min(window, max(k.shape[-3], 1))
     if q.numel() == 0 or batch == 0 or max_q == 0:
         return None
     has_mask, has_sinks, head_dim = "m" in given, "s" in given, q.shape[-1]
@@ -437,12 +441,13 @@ def _plan(
 
 def _by_address(hopper: _Run, portable: _Run) -> _Run:
     """A tensor map needs addresses that divide by 16, which only a call knows."""
+    addressable = not device.current().compile_only
 
     # fmt: off
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
             lse: Any, mask: Any, sinks: Any, cu_q: Any, cu_k: Any) -> None:
         # fmt: on
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        if addressable and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
             portable(q, k, v, out, lse, mask, sinks, cu_q, cu_k)
         else:
             hopper(q, k, v, out, lse, sinks, cu_q, cu_k)
@@ -655,10 +660,11 @@ def attention_problem(
     """
     counts, head_dim = heads.split("x")
     num_heads, num_kv_heads = counts.split("/")
+    most_k = seqlen_q if seqlen_k is None else seqlen_k
     return {
         "batch": len(lengths) or batch,
         "seqlen_q": max(n for n, _ in lengths) if lengths else seqlen_q,
-        "seqlen_k": max(n for _, n in lengths) if lengths else seqlen_k or seqlen_q,
+        "seqlen_k": max(n for _, n in lengths) if lengths else most_k,
         "num_heads": int(num_heads),
         "num_kv_heads": int(num_kv_heads),
         "head_dim": int(head_dim),
@@ -667,7 +673,7 @@ def attention_problem(
         "window": window,
         "has_mask": mask,
         "varlen": bool(lengths),
-        "aligned": int(head_dim) * dtype.itemsize % 16 == 0,
+        "aligned": int(head_dim) * dtype.itemsize % 16 == 0 and (bool(lengths) or most_k > 0),
         "softcap": softcap,
         "sinks": sinks,
         "lse": lse,
@@ -760,8 +766,8 @@ def _portable_config(problem: Problem, dev: Device) -> Config:
     # Heads of a section share keys in L2; queries of one tile share them in registers.
     config: Config = {"SECTION": 8, "variant": "portable"}
     if not dev.registers:
-        m, n = (64, 64) if size * dim <= 256 else (32, 32)
-        return {"BLOCK_M": min(m, rows), "BLOCK_N": n, **config, "programs_per_core": 1}
+        m = 128 if dim <= 128 else 32  # the more queries, the fewer times keys are read
+        return {"BLOCK_M": min(m, rows), "BLOCK_N": 64, **config, "programs_per_core": 1}
     if size == 4:  # no matrix unit multiplies fp32 without cutting bits off
         m, n, warps = 32, 32, 4
     elif dim <= 64:
@@ -787,8 +793,9 @@ def _block_dim(head_dim: int) -> int:
 def _shared_bytes(config: Config, problem: Problem) -> int:
     """No less than the compiler takes: queries, stages of keys and values, the mask's way over."""
     m, n, dim = config["BLOCK_M"], config["BLOCK_N"], _block_dim(problem["head_dim"])
-    tiles = (m + 2 * n * config["num_stages"]) * dim * int(problem["dtype"].itemsize)
-    return tiles + m * n * bool(problem["has_mask"])
+    tiles = (m + 2 * n * config["num_stages"]) * dim * problem["dtype"].itemsize
+    way_over = max(m * n, 512 * config["num_warps"]) if problem["has_mask"] else 0
+    return int(tiles + way_over)
 
 
 def _why_not_hopper(problem: Problem, dev: Device) -> str | None:
@@ -815,9 +822,10 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if config["variant"] != "portable":
         return f"variant must be portable or hopper, got {config['variant']!r}"
     if not dev.registers:
-        # Huawei's compiler is the judge; this is what it takes whatever the features (1.2.0).
-        if max(m, n) > 128 or m * n > 8192 or m * dim > 16384:
-            return f"tiles of {m} queries, {n} keys and head_dim {dim} overflow the buffers"
+        # Huawei's compiler is the judge; this is what ascendnpu-ir 1.2.0 takes with all features.
+        fits = m * n <= 8192 and max(m, n) <= 128 and (dim <= 128 or m <= 32)
+        if not fits or n * dim * problem["dtype"].itemsize > 65536:
+            return f"tiles of {m} queries and {n} keys of {dim} values overflow UB or L1"
         return None
     warps, stages = config["num_warps"], config["num_stages"]
     if warps not in (1, 2, 4, 8, 16) or stages < 1:
