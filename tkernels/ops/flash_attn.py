@@ -88,16 +88,15 @@ def flash_attn_ref(
 
 
 @triton.jit
-def _capped(s, cap_scale, PRECISE: tl.constexpr):
-    """tanh(s * cap_scale) by one exponential, whose overflow gives 1 and underflow -1."""
+def _capped(s, cap_scale):
+    """tanh(s * cap_scale), as exact near zero as elsewhere."""
     x = s * cap_scale
+    # By one exponential, whose overflow gives 1 and underflow -1; but near zero the difference has
+    # no more than the digits of 1.0, so there it is the series.
     y = 1.0 - 2.0 / (1.0 + tl.math.exp2(x * 2.8853900817779268))
-    if PRECISE:  # near zero the difference above has no more than the digits of 1.0
-        x2 = x * x
-        series = 0.13333333 + x2 * (-0.053968254 + x2 * 0.021869489)
-        series = x * (1.0 + x2 * (-0.33333333 + x2 * series))
-        y = tl.where(tl.abs(x) < 0.3, series, y)
-    return y
+    x2 = x * x
+    series = 0.13333333 + x2 * (-0.053968254 + x2 * 0.021869489)
+    return tl.where(tl.abs(x) < 0.3, x * (1.0 + x2 * (-0.33333333 + x2 * series)), y)
 
 
 @triton.jit
@@ -133,7 +132,7 @@ def _attend(
             k = tl.load(k_ptrs, mask=(d < HEAD_DIM)[None, :], other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HAS_SOFTCAP:
-            s = _capped(s, cap_scale, q.dtype == tl.float32)
+            s = _capped(s, cap_scale)
         if MASKED:
             # Ascend overlaps its two kinds of cores only where the score's mask compares a constant
             # vector with a moving scalar, so no index that the loads have computed is used here.
