@@ -767,17 +767,14 @@ def _portable_config(problem: Problem, dev: Device) -> Config:
     if not dev.registers:
         m = 128 if dim <= 128 else 32  # the more queries, the fewer times keys are read
         return {"BLOCK_M": min(m, rows), "BLOCK_N": 64, **config, "programs_per_core": 1}
-    if size == 4:  # no matrix unit multiplies fp32 without cutting bits off
-        m, n, warps = 32, 32, 4
-    elif dim <= 64:
-        m, n, warps = 128, 64, 4
-    elif dim <= 128:
-        m, n, warps = 128, 64, 8
+    # The largest tiles that spill no register on sm_90.
+    if size == 4:  # no matrix unit multiplies fp32 without cutting bits off: all in registers
+        m, n = (64, 32) if dim <= 64 else (32, 32) if dim <= 128 else (32, 16)
+        warps = 8 if rows >= m else 4
     else:
-        m, n, warps = 64, 32, 4
+        m, n = (128, 64) if dim <= 128 else (64, 32)
+        warps = 8 if dim == 128 and rows >= m else 4  # 64 queries are what 4 warps multiply at once
     config |= {"BLOCK_M": min(m, rows), "BLOCK_N": n, "num_warps": warps, "num_stages": 2}
-    if config["BLOCK_M"] < 64:
-        config["num_warps"] = 4
     while _shared_bytes(config, problem) > dev.local_mem_bytes:
         name = "num_stages" if config["num_stages"] > 1 else "BLOCK_N"
         config[name] //= 2
