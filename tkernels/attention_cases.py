@@ -26,7 +26,6 @@ def paged_problem(
     softcap: float | None = None,
     sinks: bool = False,
     lse: bool = False,
-    workspace: bool = False,
     poison: bool = True,
 ) -> dict[str, Any]:
     """A problem of ``paged_attn``; ``heads`` is num_heads/num_kv_headsxhead_dim.
@@ -47,7 +46,6 @@ def paged_problem(
         "max_blocks": cdiv(max(max_context, *contexts, 1), block_size),
         "window": window,
         "varlen": q_lens is not None,
-        "workspace": workspace,
         "dtype": dtype,
         "contexts": tuple(contexts),
         "q_lens": None if q_lens is None else tuple(q_lens),
@@ -97,10 +95,6 @@ def paged_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
     inputs |= {name: p[name] for name in ("window", "softcap") if p[name] is not None}
     if p["sinks"]:
         inputs["sinks"] = torch.randn(p["num_heads"], generator=generator, device=dev)
-    if p["workspace"]:
-        inputs["workspace"] = torch.zeros(
-            p["batch"] * p["num_heads"], dtype=torch.int32, device=dev
-        )
     return {**inputs, "return_lse": True} if p["lse"] else inputs
 
 
@@ -123,7 +117,7 @@ def paged_peers(inputs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """FlashInfer, planned beforehand, on the plain problems that it shares with us."""
     plain = {"q", "k_cache", "v_cache", "block_table", "context_lens"}
     varlen = "cu_seqlens_q" in inputs
-    if set(inputs) - {"cu_seqlens_q", "max_seqlen_q", "workspace"} != plain:
+    if set(inputs) - {"cu_seqlens_q", "max_seqlen_q"} != plain:
         return {}
     q, table, lens = inputs["q"], inputs["block_table"], inputs["context_lens"].tolist()
     caches = (inputs["k_cache"], inputs["v_cache"])
@@ -169,7 +163,7 @@ _LENGTHS = (0, 1, 15, 16, 17, 70)
 
 
 def _decode(batch: int, context: int) -> Case:
-    problem = paged_problem([context] * batch, _8B, _BF16, workspace=True, poison=False)
+    problem = paged_problem([context] * batch, _8B, _BF16, poison=False)
     return Case(f"decode-b{batch}-ctx{context}-{_8B}-bf16", problem, _BENCH)
 
 
@@ -179,13 +173,13 @@ PAGED_CASES = (
     Case("chunk-2/1x64-fp16", paged_problem(
         (5, 40, 33, 0, 16), "2/1x64", _FP16, q_lens=(5, 7, 3, 0, 16), max_context=100, lse=True)),
     Case("block32-5/1x16-fp32", paged_problem(
-        (31, 32, 33, 0), "5/1x16", _FP32, block_size=32, lse=True, workspace=True), _EDGE),
+        (31, 32, 33, 0), "5/1x16", _FP32, block_size=32, lse=True), _EDGE),
     Case("window-2/2x24-fp32", paged_problem(
         _LENGTHS, "2/2x24", _FP32, window=9, sinks=True, lse=True), _EDGE),
     Case("window-chunk-2/1x32-bf16", paged_problem(
         (70, 20, 3), "2/1x32", _BF16, q_lens=(20, 1, 3), window=18, sinks=True, lse=True), _EDGE),
     Case("softcap-24/1x32-fp16", paged_problem(
-        (17, 0, 50), "24/1x32", _FP16, softcap=2.0, sinks=True, lse=True, workspace=True), _EDGE),
+        (17, 0, 50), "24/1x32", _FP16, softcap=2.0, sinks=True, lse=True), _EDGE),
     Case("wide-3/3x80-bf16", paged_problem((33, 1), "3/3x80", _BF16), _EDGE),
     Case("one-token-chunks-2/1x16-bf16", paged_problem(
         (1, 16, 17), "2/1x16", _BF16, q_lens=(1, 1, 1)), _EDGE),
@@ -196,7 +190,7 @@ PAGED_CASES = (
     _decode(1, 32768),
     _decode(16, 4096),
     Case(f"decode-mixed-b64-128+8192-{_8B}-bf16", paged_problem(
-        (128, 8192) * 32, _8B, _BF16, workspace=True, poison=False), _BENCH),
+        (128, 8192) * 32, _8B, _BF16, poison=False), _BENCH),
     Case(f"chunk-2048-ctx8192-{_8B}-bf16", paged_problem(
         (8192,), _8B, _BF16, q_lens=(2048,), poison=False), _BENCH),
 )

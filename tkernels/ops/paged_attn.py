@@ -10,10 +10,10 @@ sinks mean: ``tkernels.attention``.
 
 A tile is some rows of one sequence: the heads that share a KV head, times consecutive tokens. Few
 tiles do not fill a chip, so the keys of a sequence are dealt out, BLOCK_N at a time, to as many as
-SPLITS programs, and their partial results are merged by their log-sum-exps: by a second kernel, or
-by whichever program of the tile ends last (COMBINE). SPLITS follows from shapes alone; a sequence
-takes as many of them as its own length warrants, and the rest end at once. So one captured graph
-serves every length, and a result does not depend on the rest of the batch.
+SPLITS programs, and a second kernel merges their partial results by their log-sum-exps. SPLITS
+follows from shapes alone; a sequence takes as many of them as its own length warrants, and the rest
+end at once. So one captured graph serves every length, and a result does not depend on the rest of
+the batch.
 
 Dealing round (not cutting the keys into runs) makes the first block of a program independent of the
 length, so that the loads of the length and of the table do not wait for each other.
@@ -64,7 +64,6 @@ def paged_attn_ref(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     config: Config | None = None,
@@ -163,41 +162,18 @@ def _finish(acc, top, total, sinks_ptr, heads, ok, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
-def _merge(
-    part_ptr,
-    part_lse_ptr,
-    rows,  # [R] of the results, int64
-    ok,
-    used,
-    R: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,  # splits a step: [R, CHUNK, BLOCK_D] is in registers at once
-):
-    """Weighted sum of each row's partial results, in fixed order: (acc, top, total)."""
-    s = tl.arange(0, CHUNK)
-    d = tl.arange(0, BLOCK_D)
-    top = tl.full([R], _LOWEST, tl.float32)
-    for i in tl.static_range(0, SPLITS, CHUNK):
-        there = ok[:, None] & (i + s < used)[None, :]
-        lse_ptrs = part_lse_ptr + rows[:, None] * SPLITS + (i + s)[None, :]
-        top = tl.maximum(top, tl.max(tl.load(lse_ptrs, mask=there, other=float("-inf")), 1))
-    total = tl.zeros([R], tl.float32)
-    acc = tl.zeros([R, BLOCK_D], tl.float32)
-    for i in tl.static_range(0, SPLITS, CHUNK):
-        there = ok[:, None] & (i + s < used)[None, :]
-        parts = rows[:, None] * SPLITS + (i + s)[None, :]
-        lse = tl.load(part_lse_ptr + parts, mask=there, other=float("-inf"))
-        weight = tl.math.exp2((lse - top[:, None]) * _LOG2E)
-        out = tl.load(
-            part_ptr + parts[:, :, None] * HEAD_DIM + d[None, None, :],
-            mask=there[:, :, None] & (d < HEAD_DIM)[None, None, :],
-            other=0.0,
-        )
-        total += tl.sum(weight, 1)
-        acc += tl.sum(out * weight[:, :, None], 1)
-    return acc, top * _LOG2E, total
+def _column(start, n, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of the table: where key ``start`` is, or each of the keys from there on."""
+    column = start // BLOCK_SIZE
+    if BLOCK_N > BLOCK_SIZE:
+        column = column + n // BLOCK_SIZE
+    return column
+
+
+@triton.jit
+def _page(table_ptr, column, columns):
+    """What the table says there. From ``columns`` on it may say anything: 0 stands in for it."""
+    return tl.load(table_ptr + column, mask=column < columns, other=0)
 
 
 @triton.jit
@@ -206,23 +182,29 @@ def _attend(
     first, end, step,  # blocks of BLOCK_N keys to look at
     base, low, high,  # key that the blocks start from; keys that any row of the tile sees
     before,  # position of the sequence's first query
-    last_column, k_ptr, v_ptr, table_ptr, stride_kb, stride_ks, stride_vb, stride_vs,
+    next_page,  # where the first block is, if TABLE_AHEAD
+    columns, k_ptr, v_ptr, table_ptr, stride_kb, stride_ks, stride_vb, stride_vs,
     window, score_scale, cap,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     MULTI: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    SAME_STRIDES: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, TABLE_AHEAD: tl.constexpr,
 ):
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     for block in range(first, end, step):
         start = base + block * BLOCK_N
-        if BLOCK_N <= BLOCK_SIZE:
+        if TABLE_AHEAD:
+            page = next_page.to(tl.int64)
+            next_column = _column(start + step * BLOCK_N, n, BLOCK_SIZE, BLOCK_N)
+            next_page = _page(table_ptr, next_column, columns)
+        elif BLOCK_N <= BLOCK_SIZE:
             page = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        else:
+            column = _column(start, n, BLOCK_SIZE, BLOCK_N)
+            page = _page(table_ptr, column, columns).to(tl.int64)
+        if BLOCK_N <= BLOCK_SIZE:
             slot = (start % BLOCK_SIZE + n).to(tl.int64)
         else:
-            # Columns past the context may hold anything: the last real one stands in for them.
-            column = tl.minimum(start // BLOCK_SIZE + n // BLOCK_SIZE, last_column)
-            page = tl.load(table_ptr + column).to(tl.int64)
             slot = (n % BLOCK_SIZE).to(tl.int64)
         k_rows = page * stride_kb + slot * stride_ks
         if SAME_STRIDES:
@@ -248,7 +230,7 @@ def _attend(
             v = tl.load(v_ptrs, mask=(d < HEAD_DIM)[None, :], other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
         if HAS_SOFTCAP:
-            s = _capped(s, 1.0, q.dtype == tl.float32) * cap
+            s = _capped(s, 1.0) * cap
         if MASKED:
             # Ascend overlaps its two kinds of cores only if no vector that the loads need is needed
             # here again; so this compares anew, and with another scalar.
@@ -270,19 +252,18 @@ def _attend(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["n_parts", "window", "row_tiles", "n_tiles"])
+@triton.jit(do_not_specialize=["max_columns", "n_parts", "window", "row_tiles", "n_tiles"])
 def _paged_attn_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr,
-    count_ptr, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
+    stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
     stride_vh, stride_tb, stride_ot, stride_oh,
-    n_parts, window, row_tiles, n_tiles, score_scale, cap,
+    max_columns, n_parts, window, row_tiles, n_tiles, score_scale, cap,
     N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, MULTI: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr, SAME_STRIDES: tl.constexpr, ONE_TILE: tl.constexpr,
-    MERGE_HEADS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK_HEADS: tl.constexpr, PEEL: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr, COMBINE: tl.constexpr, PDL: tl.constexpr,
+    TABLE_AHEAD: tl.constexpr, SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr, PDL: tl.constexpr,
 ):
     if PDL:
         _wait_for_earlier_kernels()
@@ -290,35 +271,37 @@ def _paged_attn_kernel(
     if ONE_TILE:
         _paged_attn_tile(
             tl.program_id(0), q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, out_ptr,
-            lse_ptr, part_ptr, count_ptr, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh,
+            lse_ptr, part_ptr, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh,
             stride_vb, stride_vs, stride_vh, stride_tb, stride_ot, stride_oh,
-            n_parts, window, row_tiles, score_scale, cap,
+            max_columns, n_parts, window, row_tiles, score_scale, cap,
             N_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, MULTI, HAS_WINDOW, HAS_SOFTCAP,
-            HAS_SINKS, HAS_LSE, SAME_STRIDES, MERGE_HEADS, CHUNK, BLOCK_M, BLOCK_N, PACK_HEADS,
-            PEEL, SPLITS, MIN_SHARE, COMBINE)
+            HAS_SINKS, HAS_LSE, SAME_STRIDES, BLOCK_M, BLOCK_N, PACK_HEADS,
+            PEEL, TABLE_AHEAD, SPLITS, MIN_SHARE)
     else:
         for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
             _paged_attn_tile(
                 tile, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, out_ptr,
-                lse_ptr, part_ptr, count_ptr, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh,
+                lse_ptr, part_ptr, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh,
                 stride_vb, stride_vs, stride_vh, stride_tb, stride_ot, stride_oh,
-                n_parts, window, row_tiles, score_scale, cap,
+                max_columns, n_parts, window, row_tiles, score_scale, cap,
                 N_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, MULTI, HAS_WINDOW, HAS_SOFTCAP,
-                HAS_SINKS, HAS_LSE, SAME_STRIDES, MERGE_HEADS, CHUNK, BLOCK_M, BLOCK_N, PACK_HEADS,
-                PEEL, SPLITS, MIN_SHARE, COMBINE)
+                HAS_SINKS, HAS_LSE, SAME_STRIDES, BLOCK_M, BLOCK_N, PACK_HEADS,
+                PEEL, TABLE_AHEAD, SPLITS, MIN_SHARE)
 
 
 @triton.jit
 def _paged_attn_tile(
     tile, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr,
-    count_ptr, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
-    stride_vh, stride_tb, stride_ot, stride_oh, n_parts, window, row_tiles, score_scale, cap,
+    stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
+    stride_vh, stride_tb, stride_ot, stride_oh, max_columns, n_parts, window, row_tiles,
+    score_scale, cap,
     N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, MULTI: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr, SAME_STRIDES: tl.constexpr, MERGE_HEADS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK_HEADS: tl.constexpr,
-    PEEL: tl.constexpr, SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr, COMBINE: tl.constexpr,
+    HAS_LSE: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK_HEADS: tl.constexpr,
+    PEEL: tl.constexpr, TABLE_AHEAD: tl.constexpr, SPLITS: tl.constexpr,
+    MIN_SHARE: tl.constexpr,
 ):
     # A row is a query token and one of PACK heads of one KV head: token * PACK + head.
     pack: tl.constexpr = N_HEADS // N_KV_HEADS if PACK_HEADS else 1
@@ -332,56 +315,70 @@ def _paged_attn_tile(
         row_tile = seq % row_tiles
         seq = seq // row_tiles
     row0 = row_tile * BLOCK_M
+    table_ptr += seq.to(tl.int64) * stride_tb
+    n = tl.arange(0, BLOCK_N)
+    column0 = _column(split * BLOCK_N, n, BLOCK_SIZE, BLOCK_N)
+    page0 = 0
+    if TABLE_AHEAD and not HAS_WINDOW:  # before the length is known
+        page0 = _page(table_ptr, column0, max_columns)
     context_len, first_token, n_tokens, base, used = _sequence(
         seq, lens_ptr, cu_ptr, window, BLOCK_SIZE, SPLITS, MIN_SHARE, MULTI, HAS_WINDOW)
+    d = tl.arange(0, BLOCK_D)
+    row = row0 + tl.arange(0, BLOCK_M)
+    row_ok = row < n_tokens * pack
+    if MULTI:
+        row_token = row // pack
+        heads = head0 + row % pack
+        tokens = (first_token + row_token).to(tl.int64)
+    else:
+        row_token = row
+        heads = head0 + row
+        tokens = first_token.to(tl.int64)
+    ok = row_ok[:, None] & (d < HEAD_DIM)[None, :]
+    q_rows = tokens * stride_qt + heads.to(tl.int64) * stride_qh
+    q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=ok, other=0.0)
     if (split < used) & (row0 < n_tokens * pack):
         before = context_len - n_tokens
-        d = tl.arange(0, BLOCK_D)
-        row = row0 + tl.arange(0, BLOCK_M)
-        row_ok = row < n_tokens * pack
-        # The tokens of this tile, from first_token on, and the keys that any of them sees.
+        # The first token of this tile, from first_token on, and the keys that any of them sees.
         token0 = row0 // pack
         high = tl.minimum(context_len, before + (row0 + BLOCK_M - 1) // pack + 1)
         low = 0
         if HAS_WINDOW:
             low = tl.maximum(before + token0 - window + 1, 0)
-        if MULTI:
-            row_token = row // pack
-            heads = head0 + row % pack
-            tokens = (first_token + row_token).to(tl.int64)
-        else:
-            row_token = row
-            heads = head0 + row
-            tokens = first_token.to(tl.int64)
         results = tokens * N_HEADS + heads
-        ok = row_ok[:, None] & (d < HEAD_DIM)[None, :]
-        q_rows = tokens * stride_qt + heads.to(tl.int64) * stride_qh
-        q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=ok, other=0.0)
         top = tl.full([BLOCK_M], _LOWEST, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         kv_head = (head0 // (N_HEADS // N_KV_HEADS)).to(tl.int64)
         k_ptr += kv_head * stride_kh
         v_ptr += kv_head * stride_vh
-        table_ptr += seq.to(tl.int64) * stride_tb
-        last_column = tl.maximum(context_len - 1, 0) // BLOCK_SIZE
+        columns = (context_len + BLOCK_SIZE - 1) // BLOCK_SIZE
         first = split
         end = (tl.maximum(high - base, 0) + BLOCK_N - 1) // BLOCK_N
         if HAS_WINDOW:
             first += (tl.maximum((low - base) // BLOCK_N - split, 0) + used - 1) // used * used
+        if TABLE_AHEAD:
+            if HAS_WINDOW:
+                column0 = _column(base + first * BLOCK_N, n, BLOCK_SIZE, BLOCK_N)
+                page0 = _page(table_ptr, column0, columns)
+            else:
+                page0 = tl.where(column0 < columns, page0, 0)
         if PEEL and not HAS_WINDOW:  # blocks that all rows see whole need no mask
             whole = tl.minimum(tl.maximum(before + token0 + 1 - base, 0) // BLOCK_N, end)
             acc, top, total = _attend(
-                acc, top, total, q, row_token, first, whole, used, base, low, high, before,
-                last_column, k_ptr, v_ptr, table_ptr, stride_kb, stride_ks, stride_vb, stride_vs,
+                acc, top, total, q, row_token, first, whole, used, base, low, high, before, page0,
+                columns, k_ptr, v_ptr, table_ptr, stride_kb, stride_ks, stride_vb, stride_vs,
                 window, score_scale, cap, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
-                MULTI, False, HAS_WINDOW, HAS_SOFTCAP, SAME_STRIDES)
+                MULTI, False, HAS_WINDOW, HAS_SOFTCAP, SAME_STRIDES, TABLE_AHEAD)
             first += (tl.maximum(whole - first, 0) + used - 1) // used * used
+            if TABLE_AHEAD:
+                column0 = _column(base + first * BLOCK_N, n, BLOCK_SIZE, BLOCK_N)
+                page0 = _page(table_ptr, column0, columns)
         acc, top, total = _attend(
-            acc, top, total, q, row_token, first, end, used, base, low, high, before, last_column,
-            k_ptr, v_ptr, table_ptr, stride_kb, stride_ks, stride_vb, stride_vs,
+            acc, top, total, q, row_token, first, end, used, base, low, high, before, page0,
+            columns, k_ptr, v_ptr, table_ptr, stride_kb, stride_ks, stride_vb, stride_vs,
             window, score_scale, cap, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
-            MULTI, True, HAS_WINDOW, HAS_SOFTCAP, SAME_STRIDES)
+            MULTI, True, HAS_WINDOW, HAS_SOFTCAP, SAME_STRIDES, TABLE_AHEAD)
         if SPLITS == 1:
             out, lse = _finish(acc, top, total, sinks_ptr, heads, row_ok, HAS_SINKS)
             o_rows = tokens * stride_ot + heads.to(tl.int64) * stride_oh
@@ -395,39 +392,6 @@ def _paged_attn_tile(
             part_lse_ptr = part_ptr + n_parts.to(tl.int64) * HEAD_DIM
             tl.store(part_ptr + parts[:, None] * HEAD_DIM + d[None, :], out, mask=ok)
             tl.store(part_lse_ptr + parts, lse, mask=row_ok)
-            if COMBINE == "last":
-                # All threads have written before one of them says so.
-                tl.debug_barrier()
-                count_ptr += (seq * row_tiles + row_tile) * head_tiles + tile % head_tiles
-                if tl.atomic_add(count_ptr, 1, sem="acq_rel") == used - 1:
-                    tl.store(count_ptr, 0)
-                    _store_merged(
-                        sinks_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, stride_ot, stride_oh,
-                        head0 + row0, head0 + pack, first_token, used, N_HEADS, HEAD_DIM, BLOCK_D,
-                        MERGE_HEADS, SPLITS, CHUNK, HAS_SINKS, HAS_LSE)
-
-
-@triton.jit
-def _store_merged(
-    sinks_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr, stride_ot, stride_oh,
-    head0, end_head, token, used,
-    N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
-    SPLITS: tl.constexpr, CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-):
-    """Merge the partial results of up to HEADS heads of one token into the result."""
-    heads = head0 + tl.arange(0, HEADS)
-    d = tl.arange(0, BLOCK_D)
-    head_ok = heads < end_head
-    results = token.to(tl.int64) * N_HEADS + heads
-    acc, top, total = _merge(
-        part_ptr, part_lse_ptr, results, head_ok, used, HEADS, HEAD_DIM, BLOCK_D, SPLITS, CHUNK)
-    out, lse = _finish(acc, top, total, sinks_ptr, heads, head_ok, HAS_SINKS)
-    o_rows = token.to(tl.int64) * stride_ot + heads.to(tl.int64) * stride_oh
-    ok = head_ok[:, None] & (d < HEAD_DIM)[None, :]
-    out_ptrs = out_ptr + o_rows[:, None] + d[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=ok)
-    if HAS_LSE:
-        tl.store(lse_ptr + results, lse, mask=head_ok)
 
 
 @triton.jit(do_not_specialize=["n_parts", "window", "max_tokens", "n_tiles"])
@@ -436,23 +400,63 @@ def _combine_kernel(
     n_parts, window, max_tokens, n_tiles,
     N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MULTI: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A tile is one head of one token."""
+    """A tile is PIECE values of one head of one token."""
+    pieces: tl.constexpr = BLOCK_D // PIECE
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-        head = tile % N_HEADS
-        token = tile // N_HEADS % max_tokens
+        d0 = tile % pieces * PIECE
+        heads = tile // pieces % N_HEADS + tl.arange(0, 1)
+        token = tile // (pieces * N_HEADS) % max_tokens
         _, first_token, n_tokens, _, used = _sequence(
-            tile // N_HEADS // max_tokens, lens_ptr, cu_ptr, window,
+            tile // (pieces * N_HEADS) // max_tokens, lens_ptr, cu_ptr, window,
             BLOCK_SIZE, SPLITS, MIN_SHARE, MULTI, HAS_WINDOW)
         if PDL:
             _wait_for_earlier_kernels()
         if token < n_tokens:
-            _store_merged(
-                sinks_ptr, out_ptr, lse_ptr, part_ptr, part_ptr + n_parts.to(tl.int64) * HEAD_DIM,
-                stride_ot, stride_oh, head, head + 1, first_token + token, used,
-                N_HEADS, HEAD_DIM, BLOCK_D, 1, SPLITS, CHUNK, HAS_SINKS, HAS_LSE)
+            d = d0 + tl.arange(0, PIECE)
+            ok = (heads < N_HEADS)[:, None] & (d < HEAD_DIM)[None, :]
+            results = (first_token + token).to(tl.int64) * N_HEADS + heads
+            part_lse_ptr = part_ptr + n_parts.to(tl.int64) * HEAD_DIM
+            acc, top, total = _merge(
+                part_ptr, part_lse_ptr, results, d, used, HEAD_DIM, PIECE, SPLITS, CHUNK)
+            out, lse = _finish(acc, top, total, sinks_ptr, heads, heads < N_HEADS, HAS_SINKS)
+            o_rows = (first_token + token).to(tl.int64) * stride_ot
+            o_rows += heads.to(tl.int64) * stride_oh
+            out_ptrs = out_ptr + o_rows[:, None] + d[None, :]
+            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=ok)
+            if HAS_LSE:
+                first_piece = heads + d0 * N_HEADS < N_HEADS
+                tl.store(lse_ptr + results, lse, mask=first_piece)
+
+
+@triton.jit
+def _merge(
+    part_ptr, part_lse_ptr, results, d, used,
+    HEAD_DIM: tl.constexpr, PIECE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """Weighted sum of the partial results of [1] row, CHUNK at a time: (acc, top, total)."""
+    s = tl.arange(0, CHUNK)
+    top = tl.full([1], _LOWEST, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, PIECE], tl.float32)
+    for i in tl.static_range(0, SPLITS, CHUNK):
+        there = (i + s < used)[None, :]
+        parts = results[:, None] * SPLITS + (i + s)[None, :]
+        lse = tl.load(part_lse_ptr + parts, mask=there, other=float("-inf"))
+        out = tl.load(
+            part_ptr + parts[:, :, None] * HEAD_DIM + d[None, None, :],
+            mask=there[:, :, None] & (d < HEAD_DIM)[None, None, :],
+            other=0.0,
+        )
+        new_top = tl.maximum(top, tl.max(lse, 1))
+        shrink = tl.math.exp2((top - new_top) * _LOG2E)
+        weight = tl.math.exp2((lse - new_top[:, None]) * _LOG2E)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = acc * shrink[:, None] + tl.sum(out * weight[:, :, None], 1)
+        top = new_top
+    return acc, top * _LOG2E, total
 
 
 # fmt: on
@@ -473,7 +477,6 @@ def paged_attn(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     config: Config | None = None,
@@ -501,9 +504,6 @@ def paged_attn(
         window: the query at position p sees keys p - window + 1 to p only.
         softcap: c, scores become c * tanh(score / c); None: no cap.
         sinks: fp32 [num_heads], a logit beside the scores that has no value.
-        workspace: int32, contiguous, zeros, at least batch * num_heads of them: counters that save
-            a launch where a sequence is shared between programs. They are zeros again afterwards.
-            Calls that may run at the same time (on two streams) must not share it.
         out: where to write, like ``q``; must not overlap an input.
         return_lse: also return the natural logarithm of the softmax's sum.
         config: launch config; None looks it up.
@@ -520,7 +520,7 @@ def paged_attn(
         out = new_output(_OP, q, name="q")
     tensors: tuple[torch.Tensor, ...] = (q, k_cache, v_cache, block_table, context_lens, out)
     present = ""
-    for name, t in (("q", cu_seqlens_q), ("s", sinks), ("w", workspace)):
+    for name, t in (("q", cu_seqlens_q), ("s", sinks)):
         if t is not None:
             tensors, present = (*tensors, t), present + name
     # fmt: off
@@ -530,9 +530,7 @@ def paged_attn(
     if run is not None:
         if check.DEBUG:
             _check_values(q, k_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, window)
-        run(
-            q, k_cache, v_cache, block_table, context_lens, out, lse, cu_seqlens_q, sinks, workspace
-        )
+        run(q, k_cache, v_cache, block_table, context_lens, out, lse, cu_seqlens_q, sinks)
     return out if lse is None else (out, lse)
 
 
@@ -558,22 +556,20 @@ def _plan(
     block_size, n_kv_heads = k_cache.shape[1:3]
     if n_tokens == 0 or n_heads == 0 or batch == 0 or max_seqlen_q == 0:
         return None
-    varlen, has_workspace = "q" in given, "w" in given
+    varlen = "q" in given
     # fmt: off
     values = (batch, max_seqlen_q, n_heads, n_kv_heads, head_dim, block_size, max_blocks, window,
-              varlen, has_workspace, q.dtype)
+              varlen, q.dtype)
     cfg, max_programs = resolve(SPEC, values, config)
     # fmt: on
-    cfg = {"COMBINE": "launch", "PDL": False, **cfg}  # what only GPUs have
+    cfg = {"PDL": False, **cfg}  # Ascend's have none
     dev = device.current()
     pack = n_heads // n_kv_heads if cfg["PACK_HEADS"] else 1
     row_tiles = cdiv(max_seqlen_q * pack, cfg["BLOCK_M"])
     tiles = batch * row_tiles * (n_heads // pack)
     splits = cfg["SPLITS"]
     programs = min(tiles * splits, max_programs * dev.num_dot_cores // dev.num_cores)
-    split, last = splits > 1, splits > 1 and cfg["COMBINE"] == "last"
     block_d = max(16, next_power_of_2(head_dim))
-    merge_heads = min(cfg["BLOCK_M"], next_power_of_2(pack)) if last else 1
     shared = {
         "N_HEADS": n_heads,
         "HEAD_DIM": head_dim,
@@ -583,7 +579,6 @@ def _plan(
         "HAS_WINDOW": window is not None,
         "HAS_SINKS": "s" in given,
         "HAS_LSE": has_lse,
-        "CHUNK": min(next_power_of_2(splits), 32, max(1, 8192 // (merge_heads * block_d))),
     }
     pdl = {"launch_pdl": True} if cfg["PDL"] else {}
     attend = bind(
@@ -594,46 +589,47 @@ def _plan(
         HAS_SOFTCAP=softcap is not None,
         SAME_STRIDES=k_cache.stride()[:2] == v_cache.stride()[:2],
         ONE_TILE=programs == tiles * splits,
-        MERGE_HEADS=merge_heads,
         **cfg,
         **pdl,
     )
-    n_results = batch * max_seqlen_q * n_heads
+    # Few results are merged by more programs, of which each takes a part of the row.
+    n_results, piece = batch * max_seqlen_q * n_heads, block_d
+    if dev.registers and n_results * block_d // 32 <= 2 * dev.num_cores:
+        piece = min(32, block_d)
+    n_merges = n_results * block_d // piece
     combine = None
-    if split and not last:
+    if splits > 1:
         combine = bind(
             _combine_kernel,
-            (min(n_results, max_programs),),
+            (min(n_merges, max_programs),),
             **shared,
+            PIECE=piece,
+            CHUNK=min(next_power_of_2(splits), 32, max(1, 8192 // piece)),
             SPLITS=splits,
             MIN_SHARE=cfg["MIN_SHARE"],
             PDL=cfg["PDL"],
-            **({"num_warps": 4} if "num_warps" in cfg else {}),
+            **({"num_warps": 1} if dev.registers else {}),
             **pdl,
         )
-    n_parts = n_tokens * n_heads * splits if split else 0
+    n_parts = n_tokens * n_heads * splits if splits > 1 else 0
     # Scores come with log2(e) in them, or, to be capped, as the argument of tanh.
     log2e, scale = math.log2(math.e), head_dim**-0.5 if scale is None else scale
     factor = scale * log2e if softcap is None else scale / softcap
     cap = 0.0 if softcap is None else softcap * log2e
     # fmt: off
     numbers = (*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0),
-               *out.stride()[:2], n_parts, window or 0, row_tiles, tiles * splits, factor, cap)
-    merge_numbers = (*out.stride()[:2], n_parts, window or 0, max_seqlen_q, n_results)
+               *out.stride()[:2], max_blocks, n_parts, window or 0, row_tiles, tiles * splits,
+               factor, cap)
+    merge_numbers = (*out.stride()[:2], n_parts, window or 0, max_seqlen_q, n_merges)
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor,
-            lens: torch.Tensor, out: torch.Tensor, lse: Any, cu: Any, sinks: Any,
-            counters: Any) -> None:
+            lens: torch.Tensor, out: torch.Tensor, lse: Any, cu: Any, sinks: Any) -> None:
         # What is not there is stood in for by something that is, and not read.
         lse, sinks = out if lse is None else lse, q if sinks is None else sinks
         cu, part = lens if cu is None else cu, out
-        if split:  # results of head_dim numbers each, then their lse
+        if combine is not None:  # results of head_dim numbers each, then their lse
             part = torch.empty(n_parts * (head_dim + 1), dtype=torch.float32, device=q.device)
-        if counters is None:
-            counters = lens
-            if last:
-                counters = torch.zeros(tiles, dtype=torch.int32, device=q.device)
-        attend(q, k, v, table, lens, cu, sinks, out, lse, part, counters, *numbers)
+        attend(q, k, v, table, lens, cu, sinks, out, lse, part, *numbers)
         if combine is not None:
             combine(lens, cu, sinks, out, lse, part, *merge_numbers)
 
@@ -683,8 +679,6 @@ def _check(
     check_no_overlap(_OP, "out", out)
     if "s" in given:
         attention.check_sinks(_OP, given["s"], q.shape[1])
-    if "w" in given:
-        _check_workspace(given["w"], batch * q.shape[1])
     if isinstance(max_seqlen_q, bool) or not isinstance(max_seqlen_q, int) or max_seqlen_q < 0:
         raise ValueError(f"{_OP}: max_seqlen_q must be an int >= 0, got {describe(max_seqlen_q)}")
     if "q" in given:
@@ -698,18 +692,6 @@ def _check(
     if max_seqlen_q != 1:
         raise ValueError(f"{_OP}: max_seqlen_q must be 1 without cu_seqlens_q, got {max_seqlen_q}")
     check_shape(_OP, "q", q, batch=batch, num_heads=None, head_dim=None)
-
-
-def _check_workspace(workspace: torch.Tensor, counters: int) -> None:
-    check_tensor(_OP, "workspace", workspace)
-    check_dtype(_OP, "workspace", workspace, (torch.int32,))
-    if workspace.dim() != 1 or workspace.shape[0] < counters:
-        raise ValueError(
-            f"{_OP}: workspace must have shape [n] with n >= batch * num_heads = {counters}, got "
-            f"{describe(workspace)}"
-        )
-    check_last_contiguous(_OP, "workspace", workspace)
-    check_no_overlap(_OP, "workspace", workspace)
 
 
 def _check_values(
@@ -757,7 +739,6 @@ _FIELDS = (
     "max_blocks",
     "window",
     "varlen",
-    "workspace",
     "dtype",
 )
 
@@ -778,7 +759,6 @@ def _tuning_key(problem: Problem) -> dict[str, Any]:
         "group": p["num_heads"] // p["num_kv_heads"],
         "varlen": p["varlen"],
         "window": p["window"] is not None,
-        "workspace": p["workspace"],
         "batch_kv_heads": next_power_of_2(p["batch"] * p["num_kv_heads"]),
         "keys": next_power_of_2(_most_keys(p)),
         "seqlen_q": next_power_of_2(p["max_seqlen_q"]),
@@ -791,6 +771,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         "BLOCK_N": [16, 32, 64, 128, 256],
         "PACK_HEADS": [True, False],
         "PEEL": [False, True],
+        "TABLE_AHEAD": [False, True],
         "SPLITS": [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128],
         "MIN_SHARE": [64, 128, 256, 512, 1024, 2048],
         "programs_per_core": [0, 1, 2, 4],
@@ -799,7 +780,6 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         return space
     return {
         **space,
-        "COMBINE": ["launch", "last"],
         "PDL": [False, True] if _has_pdl(dev) else [False],
         "num_warps": [1, 2, 4, 8],
         "num_stages": [1, 2, 3, 4, 5, 6],
@@ -819,12 +799,14 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     most_rows = 128 if p["head_dim"] <= 128 and p["dtype"] != torch.float32 else 32
     block_m = min(most_rows, max(16, next_power_of_2(rows))) if p["varlen"] else 16
     tiles = p["batch"] * p["num_kv_heads"] * cdiv(rows, block_m) * (1 if pack else group)
-    splits, share = _default_splits(tiles, _most_keys(p), dev.num_dot_cores)
+    keys = _most_keys(p)
+    splits, share = _default_splits(tiles, keys, dev.num_dot_cores)
     config: Config = {
         "BLOCK_M": block_m,
         "BLOCK_N": p["block_size"],
         "PACK_HEADS": pack,
         "PEEL": False,
+        "TABLE_AHEAD": False,
         "SPLITS": splits,
         "MIN_SHARE": share,
         "programs_per_core": 1,
@@ -832,22 +814,25 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     if not dev.registers:
         return config
     few = tiles * splits <= 2 * dev.num_cores
-    wide = block_m >= 64
-    block_n = 32 if (splits > 1 and few) or p["dtype"] == torch.float32 else 64
-    block_n = min(block_n, 64 if p["head_dim"] <= 128 else 32)
-    step = 2 * block_n * max(16, next_power_of_2(p["head_dim"])) * p["dtype"].itemsize
-    # Two programs to a core hide each other's waits; few programs load further ahead instead.
-    stages = max(1, min(5 if few and not wide else 3, dev.local_mem_bytes // 2 // step))
-    last = p["workspace"] and splits > 1 and not p["varlen"]
+    dim, size = max(16, next_power_of_2(p["head_dim"])), p["dtype"].itemsize
+    if block_m >= 64:
+        warps, block_n, stages = (8 if block_m == 128 else 4), 64, 2
+    elif few:  # each alone on its core: smaller steps, more of them ahead, if there are many
+        warps, block_n, stages = 2, (64 if keys <= 4 * 64 * splits else 32), 5
+    elif splits > 1:
+        warps, block_n, stages = 4, 64, 2
+    else:
+        warps, block_n, stages = 2, 64, 3
+    block_n = min(block_n, max(16, 64 * 128 * 2 // (dim * size)))
+    stages = max(1, min(stages, dev.local_mem_bytes // 2 // (2 * block_n * dim * size)))
     return {
         **config,
         "BLOCK_N": block_n,
-        "PEEL": wide and p["window"] is None,
+        "PEEL": block_m >= 64 and p["window"] is None,
         "programs_per_core": 0,
-        "COMBINE": "last" if last else "launch",
         "PDL": _has_pdl(dev),
-        "num_warps": {128: 8, 64: 4}.get(block_m, 2),
-        "num_stages": min(stages, 2) if wide else stages,
+        "num_warps": warps,
+        "num_stages": stages,
     }
 
 
@@ -856,14 +841,14 @@ def _default_splits(tiles: int, keys: int, cores: int) -> tuple[int, int]:
 
     Too few tiles for the cores: two programs a core, each with 64 keys at least. Otherwise tables
     of long sequences may hold short ones beside long ones, and whole sequences would end at
-    different times: up to 8 shares of 1024 keys or more, which cost under 1% in partial results,
-    as long as the programs without a share do not become too many.
+    different times: shares of 2048 keys or more, which cost under 1% in partial results, as long as
+    the programs without a share do not become too many.
     """
     if 4 * tiles < 3 * cores:
         return _largest_power_of_2(max(1, min(2 * cores // tiles, 128, cdiv(keys, 64)))), 64
     if keys <= 4096:
-        return 1, 1024
-    return _largest_power_of_2(max(1, min(8, keys // 1024, 32 * cores // tiles))), 1024
+        return 1, 2048
+    return _largest_power_of_2(max(1, min(8, keys // 2048, 32 * cores // tiles))), 2048
 
 
 def _largest_power_of_2(n: int) -> int:
@@ -879,10 +864,6 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return "SPLITS and MIN_SHARE must be 1 or more"
     if config["PEEL"] and (problem["window"] is not None or not problem["varlen"]):
         return "PEEL needs cu_seqlens_q and no window"
-    if config.get("COMBINE", "launch") not in ("launch", "last"):
-        return f"COMBINE must be launch or last, got {config['COMBINE']!r}"
-    if config.get("COMBINE") == "last" and problem["varlen"]:
-        return "COMBINE last needs one token a sequence"
     if config.get("PDL") and not _has_pdl(dev):
         return f"PDL needs sm90 or later, got {dev.arch}"
     dim, size = max(16, next_power_of_2(problem["head_dim"])), problem["dtype"].itemsize
