@@ -16,14 +16,15 @@ import torch
 
 import tkernels
 from tkernels import config, device
+from tkernels.flash_attn_cases import flash_problem
 from tkernels.ops import flash_attn as module
-from tkernels.ops.flash_attn import SPEC, attention_problem
+from tkernels.ops.flash_attn import SPEC
 from tkernels.registry import Config, Problem
 from tkernels.testing import assert_close, tensors_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-PLAIN = attention_problem(2, 512, "8/2x128", BF16)
+PLAIN = flash_problem(2, 512, "8/2x128", BF16)
 GLUON = device.is_there(device.triton_part("triton.experimental.gluon.language"))
 
 
@@ -37,7 +38,7 @@ def small_tiles(problem: Problem) -> Config:
 
 def test_same_bits_in_any_company(dev: torch.device) -> None:
     """A sequence's result depends neither on what else is in the batch nor on its place there."""
-    problem = attention_problem(3, 33, "2/1x16", BF16, lse=True)
+    problem = flash_problem(3, 33, "2/1x16", BF16, lse=True)
     inputs, tiles = SPEC.make_inputs(problem, dev), small_tiles(problem)
     everyone = tensors_of(tkernels.flash_attn(**inputs, config=tiles))
     lengths = torch.arange(0, 100, 33, dtype=torch.int32, device=dev)
@@ -87,9 +88,9 @@ def test_softcap_is_tanh_all_over(softcap: float, dev: torch.device) -> None:
     "problem",
     [
         *(case.problem for case in SPEC.cases if "bench" not in case.tags),
-        attention_problem(2, 3, "2/1x16", FP32, seqlen_k=0),
-        attention_problem(0, 0, "2/1x20", BF16, lengths=((3, 9), (0, 2))),
-        attention_problem(1, 9, "2/1x12", FP16, window=4, packed_qkv=True),
+        flash_problem(2, 3, "2/1x16", FP32, seqlen_k=0),
+        flash_problem(0, 0, "2/1x20", BF16, lengths=((3, 9), (0, 2))),
+        flash_problem(1, 9, "2/1x12", FP16, window=4, packed_qkv=True),
     ],
     ids=str,
 )
@@ -149,7 +150,7 @@ def test_hopper_body_steps_aside_for_odd_addresses(
 def test_portable_default_fits(capability: int, head_dim: int) -> None:
     facts = device.sm_facts(capability)
     for n, dtype, mask in itertools.product((1, 17, 128, 5000), (BF16, FP32), (False, True)):
-        problem = attention_problem(1, n, f"8/2x{head_dim}", dtype, mask=mask)
+        problem = flash_problem(1, n, f"8/2x{head_dim}", dtype, mask=mask)
         default = module._portable_config(problem, facts)
         assert SPEC.why_illegal(default, problem, facts) is None, (problem, default)
         assert 16 <= default["BLOCK_M"] < 2 * max(16, n)  # no tile twice as long as the queries
@@ -159,7 +160,7 @@ def test_tuning_keys_meet_in_buckets() -> None:
     """Lengths that differ little share a config; those that differ much do not."""
 
     def key(n: int) -> dict[str, Any]:
-        return SPEC.tuning_key(attention_problem(1, n, "8/2x128", BF16))
+        return SPEC.tuning_key(flash_problem(1, n, "8/2x128", BF16))
 
     assert key(3000) == key(4096) != key(4097)
     assert key(1) == key(16)
@@ -208,7 +209,7 @@ class Asked:
 def _asked(name: str) -> Asked:
     options, changes = COMPILED[name]
     given = {"batch": 1, "seqlen_q": 1024, "heads": "8/2x128", "dtype": BF16, **options}
-    problem = attention_problem(**given)
+    problem = flash_problem(**given)
     return Asked(problem, module._portable_config(problem, device.sm_facts(90)) | changes)
 
 
