@@ -800,7 +800,7 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     block_m = min(most_rows, max(16, next_power_of_2(rows))) if p["varlen"] else 16
     tiles = p["batch"] * p["num_kv_heads"] * cdiv(rows, block_m) * (1 if pack else group)
     keys = _most_keys(p)
-    splits, share = _default_splits(tiles, keys, dev.num_dot_cores)
+    splits, share = _default_splits(tiles, keys, dev.num_dot_cores, compute_bound=block_m >= 64)
     config: Config = {
         "BLOCK_M": block_m,
         "BLOCK_N": p["block_size"],
@@ -818,13 +818,15 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     if block_m >= 64:
         warps, block_n, stages = (8 if block_m == 128 else 4), 64, 2
     elif few:  # each alone on its core: smaller steps, more of them ahead, if there are many
-        warps, block_n, stages = 2, (64 if keys <= 4 * 64 * splits else 32), 5
+        warps, block_n, stages = 2, (32 if splits > 1 and keys > 256 * splits else 64), 5
     elif splits > 1:
         warps, block_n, stages = 4, 64, 2
     else:
         warps, block_n, stages = 2, 64, 3
     block_n = min(block_n, max(16, 64 * 128 * 2 // (dim * size)))
-    stages = max(1, min(stages, dev.local_mem_bytes // 2 // (2 * block_n * dim * size)))
+    room = dev.local_mem_bytes if few else dev.local_mem_bytes // 2
+    room -= block_m * (dim + block_n) * size
+    stages = max(1, min(stages, room // (2 * block_n * dim * size)))
     return {
         **config,
         "BLOCK_N": block_n,
@@ -836,7 +838,9 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     }
 
 
-def _default_splits(tiles: int, keys: int, cores: int) -> tuple[int, int]:
+def _default_splits(
+    tiles: int, keys: int, cores: int, *, compute_bound: bool = False
+) -> tuple[int, int]:
     """(SPLITS, MIN_SHARE) by shapes alone.
 
     Too few tiles for the cores: two programs a core, each with 64 keys at least. Otherwise tables
@@ -846,7 +850,7 @@ def _default_splits(tiles: int, keys: int, cores: int) -> tuple[int, int]:
     """
     if 4 * tiles < 3 * cores:
         return _largest_power_of_2(max(1, min(2 * cores // tiles, 128, cdiv(keys, 64)))), 64
-    if keys <= 4096:
+    if compute_bound or keys <= 4096:
         return 1, 2048
     return _largest_power_of_2(max(1, min(8, keys // 2048, 32 * cores // tiles))), 2048
 
