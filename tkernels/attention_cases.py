@@ -1,4 +1,4 @@
-"""Problems, inputs and peers of ``paged_attn`` for tests, bench and tuner."""
+"""Problems, inputs, costs and peers of ``paged_attn`` for tests, bench and tuner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tkernels.device import cdiv
-from tkernels.registry import Case, Problem
+from tkernels.registry import Case, Cost, Problem
 
 
 def paged_problem(
@@ -111,6 +111,29 @@ def _out_of_sight(p: Problem, order: list[int], ends: list[int]) -> Iterator[tup
             seen = slice(max(0, low - i * block_size), max(0, context_len - i * block_size))
             yield order[ends[b] + i], slice(0, min(seen.start, block_size))
             yield order[ends[b] + i], slice(seen.stop, None)
+
+
+def paged_cost(problem: Problem) -> Cost:
+    """Keys and values that any token sees are read once, q is, and the results written."""
+    p, window, block_size = problem, problem["window"], problem["block_size"]
+    q_lens = p["q_lens"] or [1] * p["batch"]
+    keys = blocks = pairs = 0
+    for n, context_len in zip(q_lens, p["contexts"], strict=True):
+        if n == 0:
+            continue
+        most = context_len if window is None else window
+        low = max(0, context_len - n - most + 1)
+        keys += context_len - low
+        blocks += cdiv(context_len, block_size) - low // block_size
+        pairs += sum(max(0, min(context_len - n + i + 1, most)) for i in range(n))
+    tokens, heads = sum(q_lens), p["num_heads"]
+    rows = 2 * tokens * heads + 2 * keys * p["num_kv_heads"]
+    words = blocks + p["batch"] + (p["batch"] + 1) * p["varlen"]
+    words += heads * p["sinks"] + tokens * heads * p["lse"]
+    return Cost(
+        flops=4 * pairs * heads * p["head_dim"],
+        bytes=rows * p["head_dim"] * p["dtype"].itemsize + 4 * words,
+    )
 
 
 def paged_peers(inputs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
