@@ -23,6 +23,7 @@ def flash_problem(
     softcap: float | None = None,
     sinks: bool = False,
     mask: bool = False,
+    padding: bool = False,
     lse: bool = False,
     lengths: Sequence[tuple[int, int]] = (),
     packed_qkv: bool = False,
@@ -30,7 +31,7 @@ def flash_problem(
     """A problem of ``flash_attn``; ``heads`` is num_heads/num_kv_headsxhead_dim.
 
     ``lengths``: (queries, keys) of each sequence of a packed batch. ``packed_qkv``: q, k and v are
-    views of one tensor.
+    views of one tensor. ``mask``: of pairs of a query and a key; ``padding``: of keys.
     """
     counts, head_dim = heads.split("x")
     num_heads, num_kv_heads = counts.split("/")
@@ -45,11 +46,12 @@ def flash_problem(
         "dtype": dtype,
         "causal": causal,
         "window": window,
-        "has_mask": mask,
+        "has_mask": mask or padding,
         "varlen": bool(lengths),
         "aligned": int(head_dim) * dtype.itemsize % 16 == 0 and (bool(lengths) or most_k > 0),
         "softcap": softcap,
         "sinks": sinks,
+        "padding": padding,
         "lse": lse,
         "lengths": tuple(lengths),
         "packed_qkv": packed_qkv,
@@ -83,9 +85,9 @@ def flash_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
     if p["sinks"]:
         inputs["sinks"] = torch.randn(heads, generator=generator, device=dev)
     if p["has_mask"]:
-        shape = (p["batch"], 1, p["seqlen_q"], p["seqlen_k"])
+        shape = (p["batch"], 1, 1 if p["padding"] else p["seqlen_q"], p["seqlen_k"])
         inputs["mask"] = torch.rand(shape, generator=generator, device=dev) < 0.6
-        inputs["mask"][0, :, 0] = False  # a row that sees nothing
+        inputs["mask"][0, :, 0] = False  # a row, or a sequence, that sees nothing
     return {**inputs, "return_lse": True} if p["lse"] else inputs
 
 
@@ -98,7 +100,7 @@ def flash_cost(problem: Problem) -> Cost:
     rows = 2 * (p["num_heads"] * n_q + p["num_kv_heads"] * n_k)  # q and out, k and v
     moved = rows * p["head_dim"] * p["dtype"].itemsize
     moved += 4 * p["num_heads"] * (n_q * p["lse"] + p["sinks"])
-    moved += sum(n * m for n, m in pairs) * p["has_mask"]
+    moved += (n_k if p["padding"] else sum(n * m for n, m in pairs)) * p["has_mask"]
     moved += 8 * (len(pairs) + 1) * p["varlen"]
     # What a mask hides is not known here: it counts as seen.
     return Cost(flops=4 * seen * p["num_heads"] * p["head_dim"], bytes=moved)
@@ -197,6 +199,8 @@ FLASH_CASES = (
         1, 50, "2/2x24", _FP32, window=7, sinks=True, lse=True), _EDGE),
     Case("mask-2x18x21-2/1x32-bf16", flash_problem(
         2, 18, "2/1x32", _BF16, seqlen_k=21, causal=False, mask=True, lse=True), _EDGE),
+    Case("padding-2x18-2/1x64-fp16", flash_problem(
+        2, 18, "2/1x64", _FP16, padding=True, lse=True), _EDGE),
     Case("softcap-1x17x40-3/3x80-bf16", flash_problem(
         1, 17, "3/3x80", _BF16, seqlen_k=40, softcap=2.0), _EDGE),
     Case("more-queries-1x40x12-1/1x16-fp16", flash_problem(
