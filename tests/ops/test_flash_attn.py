@@ -190,6 +190,13 @@ def test_window(window: int, dev: torch.device) -> None:
     check(dense(dev, (33, 33), window=window))
 
 
+@pytest.mark.parametrize("window", [None, 14, 15, 16, 17, 18, 31, 33])
+def test_every_place_of_the_diagonal_in_a_tile(window: int | None, dev: torch.device) -> None:
+    """The edges of what is seen fall on each key of a block, and beside it."""
+    pairs = [(18, 18 + more) for more in range(-2, 15)]
+    check(packed(dev, pairs, window=window, heads=(1, 1), dtype=FP32))
+
+
 def test_window_of_one_is_the_key_itself(dev: torch.device) -> None:
     inputs = dense(dev, (20, 20), heads=(2, 2), window=1)
     assert torch.equal(attend(inputs)[0], inputs["v"])
