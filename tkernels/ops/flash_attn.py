@@ -13,7 +13,11 @@ every query sees whole go without a mask; blocks that none sees are not read. Ti
 sections of heads, whose keys stay in cache, within a section the longest first, so that short ones
 fill the end.
 
-``variant`` "hopper" of a config is another body, see ``tkernels.flash_attn_hopper``.
+``variant`` "hopper" of a config is another body, see ``tkernels.flash_attn_hopper``; it takes
+16-bit tensors without a mask. The one here serves everything else, and every device.
+
+A head_dim that is no power of two is padded to one inside, fp32 is multiplied without cutting bits
+off (not as TF32), and a tile of what lies beyond a sequence reads as zeros, whoever lives there.
 """
 
 from __future__ import annotations
