@@ -57,15 +57,14 @@ def test_splits_of_several_tokens(n: int, dev: torch.device) -> None:
     assert_right(SPEC, inputs, call(inputs, config=chosen))
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("block_n", [16, 32, 64])
 @pytest.mark.parametrize("window", [None, 20])
 def test_steps_of_less_and_more_than_a_block(
-    window: int | None, block_n: int, ahead: bool, dev: torch.device
+    window: int | None, block_n: int, dev: torch.device
 ) -> None:
     problem = paged_problem((*EDGES, 70), "2/1x16", FP32, block_size=32, window=window)
     inputs = SPEC.make_inputs(problem, dev)
-    chosen = config_for(problem, SPLITS=2, MIN_SHARE=32, BLOCK_N=block_n, TABLE_AHEAD=ahead)
+    chosen = config_for(problem, SPLITS=2, MIN_SHARE=32, BLOCK_N=block_n)
     assert_right(SPEC, inputs, call(inputs, config=chosen))
 
 

@@ -108,8 +108,7 @@ def test_offsets_past_2_31_elements(dev: torch.device) -> None:
     assert_right(SPEC, plain, (out,))
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_columns_out_of_sight_say_anything(ahead: bool, dev: torch.device) -> None:
+def test_columns_out_of_sight_say_anything(dev: torch.device) -> None:
     """Behind the length and before the window: blocks may be freed, their numbers anything."""
     lengths = (100, 7, 64)
     problem = paged_problem(lengths, "2/1x16", FP32, window=20, max_context=200)
@@ -118,7 +117,7 @@ def test_columns_out_of_sight_say_anything(ahead: bool, dev: torch.device) -> No
         inputs["block_table"][b, : max(0, n - 20) // 16] = -NOBODY
         inputs["block_table"][b, device.cdiv(n, 16) :] = -1
     for splits, block_n in ((1, 16), (3, 16), (1, 64)):
-        config = dealt_to(splits, BLOCK_N=block_n, TABLE_AHEAD=ahead)
+        config = dealt_to(splits, BLOCK_N=block_n)
         assert_right(SPEC, inputs, run(inputs, config=config))
 
 

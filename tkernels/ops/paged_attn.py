@@ -164,49 +164,28 @@ def _finish(acc, top, total, sinks_ptr, heads, ok, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
-def _column(start, n, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of the table: where key ``start`` is, or each of the keys from there on."""
-    column = start // BLOCK_SIZE
-    if BLOCK_N > BLOCK_SIZE:
-        column = column + n // BLOCK_SIZE
-    return column
-
-
-@triton.jit
-def _page(table_ptr, column, columns):
-    """What the table says there. From ``columns`` on it may say anything: 0 stands in for it."""
-    return tl.load(table_ptr + column, mask=column < columns, other=0)
-
-
-@triton.jit
 def _attend(
     acc, top, total, q, row_token,
     first, end, step,  # blocks of BLOCK_N keys to look at
     base, low, high,  # key that the blocks start from; keys that any row of the tile sees
     before,  # position of the sequence's first query
-    next_page,  # where the first block is, if TABLE_AHEAD
     columns, k_ptr, v_ptr, table_ptr, stride_kb, stride_ks, stride_vb, stride_vs,
     window, score_scale, cap,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     MULTI: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, TABLE_AHEAD: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
 ):
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     for block in range(first, end, step):
         start = base + block * BLOCK_N
-        if TABLE_AHEAD:
-            page = next_page.to(tl.int64)
-            next_column = _column(start + step * BLOCK_N, n, BLOCK_SIZE, BLOCK_N)
-            next_page = _page(table_ptr, next_column, columns)
-        elif BLOCK_N <= BLOCK_SIZE:
-            page = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
-        else:
-            column = _column(start, n, BLOCK_SIZE, BLOCK_N)
-            page = _page(table_ptr, column, columns).to(tl.int64)
         if BLOCK_N <= BLOCK_SIZE:
+            page = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
             slot = (start % BLOCK_SIZE + n).to(tl.int64)
         else:
+            # From the last column on the table may say anything: block 0 stands in for it.
+            column = start // BLOCK_SIZE + n // BLOCK_SIZE
+            page = tl.load(table_ptr + column, mask=column < columns, other=0).to(tl.int64)
             slot = (n % BLOCK_SIZE).to(tl.int64)
         k_rows = page * stride_kb + slot * stride_ks
         if SAME_STRIDES:
@@ -254,18 +233,18 @@ def _attend(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["max_columns", "n_parts", "window", "row_tiles", "n_tiles"])
+@triton.jit(do_not_specialize=["n_parts", "window", "row_tiles", "n_tiles"])
 def _paged_attn_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr,
     stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
     stride_vh, stride_tb, stride_ot, stride_oh,
-    max_columns, n_parts, window, row_tiles, n_tiles, score_scale, cap,
+    n_parts, window, row_tiles, n_tiles, score_scale, cap,
     N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, MULTI: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr, SAME_STRIDES: tl.constexpr, ONE_TILE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK_HEADS: tl.constexpr, PEEL: tl.constexpr,
-    TABLE_AHEAD: tl.constexpr, SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr, PDL: tl.constexpr,
 ):
     if PDL:
         _wait_for_earlier_kernels()
@@ -275,35 +254,34 @@ def _paged_attn_kernel(
             tl.program_id(0), q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, out_ptr,
             lse_ptr, part_ptr, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh,
             stride_vb, stride_vs, stride_vh, stride_tb, stride_ot, stride_oh,
-            max_columns, n_parts, window, row_tiles, score_scale, cap,
+            n_parts, window, row_tiles, score_scale, cap,
             N_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, MULTI, HAS_WINDOW, HAS_SOFTCAP,
             HAS_SINKS, HAS_LSE, SAME_STRIDES, BLOCK_M, BLOCK_N, PACK_HEADS,
-            PEEL, TABLE_AHEAD, SPLITS, MIN_SHARE)
+            PEEL, SPLITS, MIN_SHARE)
     else:
         for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
             _paged_attn_tile(
                 tile, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, out_ptr,
                 lse_ptr, part_ptr, stride_qt, stride_qh, stride_kb, stride_ks, stride_kh,
                 stride_vb, stride_vs, stride_vh, stride_tb, stride_ot, stride_oh,
-                max_columns, n_parts, window, row_tiles, score_scale, cap,
+                n_parts, window, row_tiles, score_scale, cap,
                 N_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, MULTI, HAS_WINDOW, HAS_SOFTCAP,
                 HAS_SINKS, HAS_LSE, SAME_STRIDES, BLOCK_M, BLOCK_N, PACK_HEADS,
-                PEEL, TABLE_AHEAD, SPLITS, MIN_SHARE)
+                PEEL, SPLITS, MIN_SHARE)
 
 
 @triton.jit
 def _paged_attn_tile(
     tile, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr,
     stride_qt, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
-    stride_vh, stride_tb, stride_ot, stride_oh, max_columns, n_parts, window, row_tiles,
+    stride_vh, stride_tb, stride_ot, stride_oh, n_parts, window, row_tiles,
     score_scale, cap,
     N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, MULTI: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr, SAME_STRIDES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACK_HEADS: tl.constexpr,
-    PEEL: tl.constexpr, TABLE_AHEAD: tl.constexpr, SPLITS: tl.constexpr,
-    MIN_SHARE: tl.constexpr,
+    PEEL: tl.constexpr, SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr,
 ):
     # A row is a query token and one of PACK heads of one KV head: token * PACK + head.
     pack: tl.constexpr = N_HEADS // N_KV_HEADS if PACK_HEADS else 1
@@ -318,11 +296,6 @@ def _paged_attn_tile(
         seq = seq // row_tiles
     row0 = row_tile * BLOCK_M
     table_ptr += seq.to(tl.int64) * stride_tb
-    n = tl.arange(0, BLOCK_N)
-    column0 = _column(split * BLOCK_N, n, BLOCK_SIZE, BLOCK_N)
-    page0 = 0
-    if TABLE_AHEAD and not HAS_WINDOW:  # before the length is known
-        page0 = _page(table_ptr, column0, max_columns)
     context_len, first_token, n_tokens, base, used = _sequence(
         seq, lens_ptr, cu_ptr, window, BLOCK_SIZE, SPLITS, MIN_SHARE, MULTI, HAS_WINDOW)
     d = tl.arange(0, BLOCK_D)
@@ -359,28 +332,19 @@ def _paged_attn_tile(
         end = (tl.maximum(high - base, 0) + BLOCK_N - 1) // BLOCK_N
         if HAS_WINDOW:
             first += (tl.maximum((low - base) // BLOCK_N - split, 0) + used - 1) // used * used
-        if TABLE_AHEAD:
-            if HAS_WINDOW:
-                column0 = _column(base + first * BLOCK_N, n, BLOCK_SIZE, BLOCK_N)
-                page0 = _page(table_ptr, column0, columns)
-            else:
-                page0 = tl.where(column0 < columns, page0, 0)
         if PEEL and not HAS_WINDOW:  # blocks that all rows see whole need no mask
             whole = tl.minimum(tl.maximum(before + token0 + 1 - base, 0) // BLOCK_N, end)
             acc, top, total = _attend(
-                acc, top, total, q, row_token, first, whole, used, base, low, high, before, page0,
+                acc, top, total, q, row_token, first, whole, used, base, low, high, before,
                 columns, k_ptr, v_ptr, table_ptr, stride_kb, stride_ks, stride_vb, stride_vs,
                 window, score_scale, cap, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
-                MULTI, False, HAS_WINDOW, HAS_SOFTCAP, SAME_STRIDES, TABLE_AHEAD)
+                MULTI, False, HAS_WINDOW, HAS_SOFTCAP, SAME_STRIDES)
             first += (tl.maximum(whole - first, 0) + used - 1) // used * used
-            if TABLE_AHEAD:
-                column0 = _column(base + first * BLOCK_N, n, BLOCK_SIZE, BLOCK_N)
-                page0 = _page(table_ptr, column0, columns)
         acc, top, total = _attend(
-            acc, top, total, q, row_token, first, end, used, base, low, high, before, page0,
+            acc, top, total, q, row_token, first, end, used, base, low, high, before,
             columns, k_ptr, v_ptr, table_ptr, stride_kb, stride_ks, stride_vb, stride_vs,
             window, score_scale, cap, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
-            MULTI, True, HAS_WINDOW, HAS_SOFTCAP, SAME_STRIDES, TABLE_AHEAD)
+            MULTI, True, HAS_WINDOW, HAS_SOFTCAP, SAME_STRIDES)
         if SPLITS == 1:
             out, lse = _finish(acc, top, total, sinks_ptr, heads, row_ok, HAS_SINKS)
             o_rows = tokens * stride_ot + heads.to(tl.int64) * stride_oh
@@ -620,7 +584,7 @@ def _plan(
     cap = 0.0 if softcap is None else softcap * log2e
     # fmt: off
     numbers = (*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0),
-               *out.stride()[:2], max_blocks, n_parts, window or 0, row_tiles, tiles * splits,
+               *out.stride()[:2], n_parts, window or 0, row_tiles, tiles * splits,
                factor, cap)
     merge_numbers = (*out.stride()[:2], n_parts, window or 0, max_seqlen_q, n_merges)
 
@@ -773,7 +737,6 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         "BLOCK_N": [16, 32, 64, 128, 256],
         "PACK_HEADS": [True, False],
         "PEEL": [False, True],
-        "TABLE_AHEAD": [False, True],
         "SPLITS": [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128],
         "MIN_SHARE": [64, 128, 256, 512, 1024, 2048],
         "programs_per_core": [0, 1, 2, 4],
@@ -796,7 +759,8 @@ def _has_pdl(dev: Device) -> bool:
 def _default_config(problem: Problem, dev: Device) -> Config:
     p = problem
     group = p["num_heads"] // p["num_kv_heads"]
-    pack = bool(dev.registers) or not p["varlen"]  # Ascend divides no vectors of integers
+    # Ascend divides no vectors of integers; and less is masked where one head's tokens fill a tile.
+    pack = not p["varlen"] or (bool(dev.registers) and p["max_seqlen_q"] < 128)
     rows = p["max_seqlen_q"] * (group if pack else 1)
     most_rows = 128 if p["head_dim"] <= 128 and p["dtype"] != torch.float32 else 32
     block_m = min(most_rows, max(16, next_power_of_2(rows))) if p["varlen"] else 16
@@ -808,7 +772,6 @@ def _default_config(problem: Problem, dev: Device) -> Config:
         "BLOCK_N": p["block_size"],
         "PACK_HEADS": pack,
         "PEEL": False,
-        "TABLE_AHEAD": False,
         "SPLITS": splits,
         "MIN_SHARE": share,
         "programs_per_core": 1,
@@ -818,15 +781,15 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     few = tiles * splits <= 2 * dev.num_cores
     dim, size = max(16, next_power_of_2(p["head_dim"])), p["dtype"].itemsize
     if block_m >= 64:
-        warps, block_n, stages = (8 if block_m == 128 else 4), 64, 2
+        warps, block_n, stages = (8, 128, 2) if block_m == 128 else (4, 64, 2)
     elif few:  # each alone on its core: smaller steps, more of them ahead, if there are many
         warps, block_n, stages = 2, (32 if splits > 1 and keys > 256 * splits else 64), 5
     elif splits > 1:
         warps, block_n, stages = 4, 64, 2
     else:
         warps, block_n, stages = 2, 64, 3
-    block_n = min(block_n, max(16, 64 * 128 * 2 // (dim * size)))
-    room = dev.local_mem_bytes if few else dev.local_mem_bytes // 2
+    block_n = min(block_n, max(16, (128 if block_m == 128 else 64) * 128 * 2 // (dim * size)))
+    room = dev.local_mem_bytes if few or block_m == 128 else dev.local_mem_bytes // 2
     room -= block_m * (dim + block_n) * size
     stages = max(1, min(stages, room // (2 * block_n * dim * size)))
     return {
