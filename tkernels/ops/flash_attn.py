@@ -704,13 +704,14 @@ def _portable_config(problem: Problem, dev: Device) -> Config:
         m = 8192 // max(dim, 64)  # the more queries, the fewer times keys are read
         n = 128 if m == 64 else 64
         return {"BLOCK_M": min(m, rows), "BLOCK_N": n, **config, "programs_per_core": 1}
-    # The largest tiles that spill no register on sm_90.
+    # The largest tiles that spill no register on sm_90, and few elsewhere.
     if size == 4:  # no matrix unit multiplies fp32 without cutting bits off: all in registers
         m, n = (64, 32) if dim <= 64 else (32, 32) if dim <= 128 else (32, 16)
         warps = 8 if rows >= m else 4
     else:
         m, n = (128, 64) if dim <= 128 else (64, 32)
-        warps = 8 if dim == 128 and rows >= m else 4  # 64 queries are what 4 warps multiply at once
+        few = rows < m or (dim <= 64 and not problem["has_mask"])
+        warps = 4 if few else 8  # 4 warps multiply 64 queries at once
     config |= {"BLOCK_M": min(m, rows), "BLOCK_N": n, "num_warps": warps, "num_stages": 2}
     while _shared_bytes(config, problem) > dev.local_mem_bytes:
         name = "num_stages" if config["num_stages"] > 1 else "BLOCK_N"
