@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from tkernels.flash_attn_cases import flash_problem
 from tkernels.ops import flash_attn as module
 from tkernels.ops.flash_attn import SPEC
 from tkernels.registry import Config, Problem
-from tkernels.testing import assert_close, tensors_of
+from tkernels.testing import assert_close, assert_right, tensors_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -52,6 +53,26 @@ def test_same_bits_in_any_company(dev: torch.device) -> None:
         for own, together, in_line in zip(single, everyone, packed, strict=True):
             assert torch.equal(together[b], own[0])
             assert torch.equal(in_line[33 * b : 33 * (b + 1)], own[0])
+
+
+def test_more_random_legal_configs(dev: torch.device) -> None:
+    """With those of test_configs forty in the interpreter."""
+    rng = random.Random(7)
+    space = SPEC.space(device.current())
+    cases = [case for case in SPEC.cases if "bench" not in case.tags]
+    seen = 0
+    while seen < 28:
+        case = rng.choice(cases)
+        chosen = {name: rng.choice(values) for name, values in space.items()}
+        if SPEC.why_illegal(chosen, case.problem, device.current()) is not None:
+            continue
+        inputs = SPEC.make_inputs(case.problem, dev)
+        results = tensors_of(tkernels.flash_attn(**inputs, config=chosen))
+        try:
+            assert_right(SPEC, inputs, results)
+        except AssertionError as error:
+            raise AssertionError(f"{case.name} with {chosen}: {error}") from None
+        seen += 1
 
 
 def test_fp32_is_multiplied_whole(dev: torch.device) -> None:
