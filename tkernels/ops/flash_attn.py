@@ -36,6 +36,7 @@ from tkernels.flash_attn_cases import FLASH_CASES, flash_cost, flash_inputs, fla
 from tkernels.registry import Config, KernelSpec, Problem, op, register
 
 _OP = "flash_attn"
+_ALL_HEADS = 1 << 16  # as a SECTION: more than there are
 _LOG2E = math.log2(math.e)
 
 
@@ -676,7 +677,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     blocks: dict[str, list[Any]] = {
         "BLOCK_M": [16, 32, 64, 128],
         "BLOCK_N": [16, 32, 64, 128],
-        "SECTION": [1, 4, 8, 16, 32],
+        "SECTION": [1, 4, 8, 16, 32, _ALL_HEADS],
         "variant": ["portable"],
     }
     if not dev.registers:  # a matrix unit and vector units: no threads
@@ -690,8 +691,22 @@ def _space(dev: Device) -> dict[str, list[Any]]:
 def _default_config(problem: Problem, dev: Device) -> Config:
     if _why_not_hopper(problem, dev) is None:
         body = flash_attn_hopper.default_config(problem["head_dim"])
+        body["SECTION"] = _default_section(problem, dev)
         return {**body, "variant": "hopper", "num_warps": 4, "programs_per_core": 0}
     return _portable_config(problem, dev)
+
+
+def _default_section(problem: Problem, dev: Device) -> int:
+    """Heads that persistent programs take together, as measured (CONTRIBUTING).
+
+    Small sections keep keys in cache, and their uneven ends average out where there are many. Long
+    tiles that are few are better dealt longest first over all heads.
+    """
+    if problem["varlen"]:
+        return 16
+    row_tiles = cdiv(problem["seqlen_q"], flash_attn_hopper.BLOCK_M)
+    tiles = row_tiles * problem["batch"] * problem["num_heads"]
+    return _ALL_HEADS if row_tiles > 8 and tiles < 24 * dev.num_cores else 8
 
 
 def _portable_config(problem: Problem, dev: Device) -> Config:
