@@ -36,7 +36,7 @@ from tkernels.flash_attn_cases import FLASH_CASES, flash_cost, flash_inputs, fla
 from tkernels.registry import Config, KernelSpec, Problem, op, register
 
 _OP = "flash_attn"
-_ALL_HEADS = 1 << 16  # as a SECTION: more than there are
+_ALL_HEADS = 4096  # as a SECTION: more than few tiles have
 _LOG2E = math.log2(math.e)
 
 
@@ -802,5 +802,9 @@ SPEC = register(
         cost=flash_cost,
         outputs=("out",),
         providers=flash_peers,
+        # Weights are rounded to the dtype of the values before they meet, as in every fused
+        # attention. The first rows of a causal problem, which few keys make, are far larger than
+        # the root mean square of all, against which an element is judged.
+        tolerance=3.0,
     )
 )
