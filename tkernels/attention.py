@@ -13,6 +13,7 @@ the sink).
 from __future__ import annotations
 
 import itertools
+import itertools
 import math
 
 import torch
@@ -28,6 +29,7 @@ from tkernels.check import (
 )
 
 MAX_HEAD_DIM = 256
+_ROWS = 2048  # queries at once: scores of a long sequence need not all be in memory
 
 
 def attention_ref(
@@ -55,32 +57,30 @@ def attention_ref(
     dtype = torch.promote_types(q.dtype, torch.float32)
     (n, heads, _), (m, kv_heads, _) = q.shape, k.shape
     out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty((n, heads), dtype=dtype)
-    seen = _seen(n, m, causal, window, q.device)
-    for g in range(kv_heads):
+    for g, first in itertools.product(range(kv_heads), range(0, n, _ROWS)):
         mine = slice(g * heads // kv_heads, (g + 1) * heads // kv_heads)
-        s = torch.einsum("qhd,kd->hqk", q[:, mine].to(dtype), k[:, g].to(dtype)) * scale
+        rows = slice(first, min(first + _ROWS, n))
+        s = torch.einsum("qhd,kd->hqk", q[rows, mine].to(dtype), k[:, g].to(dtype)) * scale
         if softcap is not None:
             s = softcap * torch.tanh(s / softcap)
-        if seen is not None:
-            s = s.masked_fill(~seen, -math.inf)
+        if causal:
+            s = s.masked_fill(~_seen(rows, m, m - n, window, q.device), -math.inf)
         if mask is not None:
-            s = s.masked_fill(~mask.expand(heads, n, m)[mine], -math.inf)
-        total = torch.logsumexp(s, -1)  # [heads, Sq]
+            s = s.masked_fill(~mask.expand(heads, n, m)[mine, rows], -math.inf)
+        total = torch.logsumexp(s, -1)  # [heads, rows]
         if sinks is not None:
             total = torch.logaddexp(total, sinks[mine, None].to(dtype))
         weights = torch.exp(s - total.masked_fill(total == -math.inf, 0.0)[..., None])
-        out[:, mine] = torch.einsum("hqk,kd->qhd", weights, v[:, g].to(dtype))
-        lse[:, mine] = total.t()
+        out[rows, mine] = torch.einsum("hqk,kd->qhd", weights, v[:, g].to(dtype))
+        lse[rows, mine] = total.t()
     return out, lse
 
 
 def _seen(
-    n: int, m: int, causal: bool, window: int | None, device: torch.device
-) -> torch.Tensor | None:
-    """bool [n, m]: which keys each query may see; None: all."""
-    if not causal:
-        return None
-    position = torch.arange(m - n, m, device=device)[:, None]
+    rows: slice, m: int, shift: int, window: int | None, device: torch.device
+) -> torch.Tensor:
+    """bool [rows, m]: which keys a causal query may see; query i stands at i + ``shift``."""
+    position = torch.arange(rows.start, rows.stop, device=device)[:, None] + shift
     key = torch.arange(m, device=device)
     seen = key <= position
     return seen if window is None else seen & (key > position - window)

@@ -153,8 +153,14 @@ def _pass_turn(bar):
 
 @gluon.jit
 def _capped(s, cap_scale):
-    """tanh(s * cap_scale) by one exponential: overflow gives 1, underflow -1."""
-    return 1.0 - 2.0 / (1.0 + gl.exp2(s * (cap_scale * (2.0 * _LOG2E))))
+    """tanh(s * cap_scale), as exact near zero as elsewhere."""
+    x = s * cap_scale
+    # By one exponential, whose overflow gives 1 and underflow -1; but near zero the difference has
+    # no more than the digits of 1.0, so there it is the series.
+    y = 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * _LOG2E)))
+    x2 = x * x
+    series = 0.13333333 + x2 * (-0.053968254 + x2 * 0.021869489)
+    return gl.where(gl.abs(x) < 0.3, x * (1.0 + x2 * (-0.33333333 + x2 * series)), y)
 
 
 @gluon.jit

@@ -58,8 +58,8 @@ def test_order_and_grouping_do_not_matter(dev: torch.device) -> None:
     for out, lse in ways[1:]:
         assert_close(out, ways[0][0], what="out", factor=2.0)  # three roundings to fp32 a side
         assert_close(lse, ways[0][1], what="lse")
-    for x, y in zip(merge(*a, *b), merge(*b, *a), strict=True):
-        assert torch.equal(x, y)
+    for x, y in zip(merge(*a, *b), merge(*b, *a), strict=True):  # one product is fused with the sum
+        assert_close(x, y, what="either order")
 
 
 @pytest.mark.parametrize("head_dim", [16, 5000])

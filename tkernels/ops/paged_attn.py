@@ -781,7 +781,8 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     few = tiles * splits <= 2 * dev.num_cores
     dim, size = max(16, next_power_of_2(p["head_dim"])), p["dtype"].itemsize
     if block_m >= 64:
-        warps, block_n, stages = (8, 128, 2) if block_m == 128 else (4, 64, 2)
+        wide = block_m == 128 and dev.local_mem_bytes >= 192 * 1024
+        warps, block_n, stages = (8 if block_m == 128 else 4), (128 if wide else 64), 2
     elif few:  # each alone on its core: smaller steps, more of them ahead, if there are many
         warps, block_n, stages = 2, (32 if splits > 1 and keys > 256 * splits else 64), 5
     elif splits > 1:
