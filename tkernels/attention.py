@@ -13,7 +13,6 @@ the sink).
 from __future__ import annotations
 
 import itertools
-import itertools
 import math
 
 import torch
