@@ -396,8 +396,10 @@ def test_out_is_where_the_result_goes(dev: torch.device) -> None:
 def test_strides_past_2_31_elements(dev: torch.device) -> None:
     """Token numbers and strides fit 32 bits, their products do not. Few pages are ever touched."""
     inputs = dense(dev, (3, 20), heads=(1, 1), dtype=FP16)
-    memory = torch.empty(19 * 2**27 + 4096, dtype=FP16, device=dev)
-    for keys, stride in ((20, 2**27), (18, 2**27 - 8)):  # one tile of 16 keys alone reaches 2^31
+    step = 9 * 2**24
+    assert 15 * step > 2**31  # the last key of a tile is that far from its first
+    memory = torch.empty(19 * step + 4096, dtype=FP16, device=dev)
+    for keys, stride in ((20, step), (18, step - 8)):
         far = {
             name: memory[64 * place :].as_strided((1, keys, 1, 16), (0, stride, 0, 1))
             for place, name in enumerate("kv")
