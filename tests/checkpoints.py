@@ -124,6 +124,7 @@ def hf_greedy(hf: Any, ids: list[int], count: int) -> list[int]:
 
 
 @functools.cache
+@torch.inference_mode(False)  # what is kept must serve callers in and outside of it
 def tiny(name: str) -> Tiny:
     """The random checkpoint of a family, made once a run: several shards with an index."""
     folder = Path(_FOLDERS.name) / name

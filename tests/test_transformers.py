@@ -69,6 +69,7 @@ def randomise(model: Any) -> Any:
 
 
 @functools.cache
+@torch.inference_mode(False)  # the first caller may stand in it, a later one asks for a gradient
 def model_of(kind: str) -> Any:
     torch.manual_seed(len(kind))
     config = AutoConfig.for_model(kind, **(BASE | KINDS[kind]))
