@@ -1,4 +1,4 @@
-"""What the parts of the tuner hand to each other: problems, answers about configs, tuned entries."""
+"""What the parts of the tuner hand to each other: problems, answers about configs, outcomes."""
 
 from __future__ import annotations
 

@@ -1,149 +1,316 @@
-"""Find the fastest right config of a kernel for one problem, with Optuna.
+"""Which config to try next, and what is known when the budget is spent.
 
-A config that the legality rule refuses is never compiled; one that computes a wrong value never
-wins; the winner must beat the default when the two take turns.
+In turn: the configs that are good by experience (the default, what is stored, what neighbouring
+problems use); every legal point, where the budget covers them all; else some random legal points,
+Optuna's multivariate TPE, and a descent from the best that tries one step in each key. A config is
+tried once, whoever asks for it again gets the answer that is known.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
-from collections.abc import Callable, Iterator
+import math
+import random
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import optuna
-import torch
+from optuna.trial import TrialState
 
-from tkernels import device
-from tkernels.registry import Case, Config, KernelSpec
-from tkernels.testing import assert_right, clone_inputs, tensors_of, time_ms
+from autotune import store
+from autotune.records import Answer, label_of
+from autotune.space import Parameters, Space, WhyIllegal, config_of, legal_points, neighbours
+from tkernels.registry import Config
 
-_NOISE = 1.02  # a gain below this is not worth leaving the default for
-_SET_LIMIT = 16
+SAMPLERS = ("auto", "tpe", "random", "exhaustive")
+EXHAUSTIVE_LIMIT = 500  # legal points; more than that is left to the sampler
+_PATIENCE = 25  # points of the sampler that are illegal or known, until a random one is taken
+_RANDOM_TRIES = 20_000
 
-
-@dataclasses.dataclass
-class Tally:
-    """What happened to the configs that were tried."""
-
-    measured: int = 0
-    illegal: int = 0
-    failed: int = 0
-    wrong: list[str] = dataclasses.field(default_factory=list)
-    stopped: bool = False  # by Ctrl-C: the caller should not go on to the next problem
+optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """The config to keep for a problem, its time and the default's, in milliseconds."""
+class Budget:
+    """When a search ends: after ``trials`` configs or ``seconds``, whatever comes first."""
 
-    case: str
-    key: dict[str, Any]
+    trials: int
+    seconds: float = math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A config to try, and the trial that will keep what comes of it."""
+
+    trial: optuna.Trial
     config: Config
-    ms: float
-    default_ms: float
-    tally: Tally
+    origin: str  # "default", "stored", "neighbour", "exhaustive", "random", "sampler", "descent"
 
 
-def tune(
-    spec: KernelSpec, case: Case, *, trials: int, seed: int, said: Callable[[str], None]
-) -> Outcome:
-    """Try ``trials`` configs for ``case`` and time the best against the default.
+class Search:
+    """One study being worked on by this process; threads share it, other processes may join."""
 
-    Each config is measured once, however often the sampler asks for it. ``said`` receives a line
-    for a config that is wrong or fails to launch. Ctrl-C ends the search, not what it found.
+    def __init__(
+        self,
+        study: optuna.Study,
+        space: Space,
+        why_illegal: WhyIllegal,
+        priors: Sequence[tuple[Config, str]],
+        budget: Budget,
+        *,
+        core: Space | None = None,
+        sampler: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        """``core``: the part of ``space`` that is tried exhaustively (default: all of it)."""
+        self.study = study
+        self.space = space
+        self.why_illegal = why_illegal
+        self.budget = budget
+        self.rejected: Counter[str] = Counter()  # reasons of illegal points, as the formula gives
+        self._priors = list(priors)
+        self._parameters = Parameters(space, why_illegal)
+        self._random = random.Random(seed)
+        self._sampler = sampler
+        self._lock = threading.RLock()
+        self._began = time.monotonic()
+        self._stopped = False
+        self.exhausted = False  # every legal point that the search would try has been tried
+        self._all = self._points_to_exhaust(core or space, sampler)
+
+    def _points_to_exhaust(self, core: Space, sampler: str) -> list[Config] | None:
+        if sampler not in ("auto", "exhaustive"):
+            return None
+        limit = min(EXHAUSTIVE_LIMIT, self.budget.trials) if sampler == "auto" else 10**9
+        return legal_points(core, self.why_illegal, limit=limit)
+
+    # ---- what is known ----
+
+    def known(self) -> dict[str, tuple[Config, Answer]]:
+        """Everything that was tried, by label of the config; also by other processes."""
+        return store.known(self.study)
+
+    def best(self) -> tuple[Config, float] | None:
+        """The fastest config that was timed to the end."""
+        timed = [
+            (answer.ms, label, config)
+            for label, (config, answer) in self.known().items()
+            if answer.ok and answer.ms is not None and "stopped_at" not in answer.facts
+        ]
+        if not timed:
+            return None
+        ms, _, config = min(timed, key=lambda entry: entry[:2])
+        return config, ms
+
+    def stop(self) -> None:
+        """No more proposals; what is being tried may end."""
+        self._stopped = True
+
+    @property
+    def exhausts(self) -> bool:
+        """Whether every legal point of the core will be tried."""
+        return self._all is not None
+
+    # ---- what to try ----
+
+    def next(self) -> Proposal | None:
+        """The next config to try, or None when the search is over."""
+        with self._lock:
+            misses = 0
+            while not self._is_over():
+                proposed = self._propose(misses)
+                if proposed is _EXHAUSTED:
+                    self.exhausted = not store.in_work(self.study)
+                    return None
+                trial, config, origin = self._ask(proposed)
+                why = self._why_not(trial, config)
+                if why is None:
+                    trial.set_user_attr("config", config)
+                    trial.set_user_attr("origin", origin)
+                    return Proposal(trial, config, origin)
+                misses += 1
+            return None
+
+    def tell(self, proposal: Proposal, answer: Answer) -> None:
+        """Keep what came of a proposal."""
+        trial = proposal.trial
+        for name in ("kind", "message", "ms"):
+            if getattr(answer, name) not in (None, ""):
+                trial.set_user_attr(name, getattr(answer, name))
+        if answer.facts:
+            trial.set_user_attr("facts", dict(answer.facts))
+        try:
+            if answer.ok and "stopped_at" not in answer.facts:
+                self.study.tell(trial, answer.ms)
+            else:  # samplers learn from a pruned trial that here is nothing; of a failed one not
+                self.study.tell(trial, state=TrialState.PRUNED)
+        except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
+            pass  # another host took this one for dead, and failed its trial
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the search ended for another reason than its number of trials."""
+        return self._stopped or time.monotonic() - self._began > self.budget.seconds
+
+    def _is_over(self) -> bool:
+        if self.out_of_time:
+            return True
+        at_work = len(store.in_work(self.study))
+        return len(self.known()) + at_work >= self.budget.trials
+
+    def _propose(self, misses: int) -> Any:
+        """(config, origin) to try; None to let the sampler choose; _EXHAUSTED at the end."""
+        taken = {*self.known(), *store.in_work(self.study)}
+        while self._priors:
+            config, origin = self._priors.pop(0)
+            if label_of(config) not in taken:
+                return config, origin
+        if self._all is not None:
+            for config in self._all:
+                if label_of(config) not in taken:
+                    return config, "exhaustive"
+            return self._descent(taken) or _EXHAUSTED
+        if self._sampler == "random" or misses >= _PATIENCE or len(taken) < self._startup():
+            return self._random_point(taken)
+        return self._by_turns(taken)
+
+    def _startup(self) -> int:
+        """How many are tried before the sampler has enough to learn from."""
+        return min(12, max(4, self.budget.trials // 5))
+
+    def _by_turns(self, taken: set[str]) -> Any:
+        """A descent from the best, in turn with the sampler; after the middle, descents first.
+
+        The default is the work of people and lies near the best as a rule; elsewhere only the
+        sampler looks.
+        """
+        late = len(taken) >= self.budget.trials // 2
+        if late or len(taken) % 2:
+            return self._descent(taken)
+        return None
+
+    def _descent(self, taken: set[str]) -> tuple[Config, str] | None:
+        """A config one step from the best that nobody has tried; None at a local optimum."""
+        best = self.best()
+        if best is None:
+            return None
+        for config in neighbours(best[0], self.space):
+            if label_of(config) not in taken and self.why_illegal(config) is None:
+                return config, "descent"
+        return None
+
+    def _random_point(self, taken: set[str]) -> Any:
+        names = list(self.space)
+        for _ in range(_RANDOM_TRIES):
+            values = {name: self._random.choice(self.space[name]) for name in names}
+            config = config_of(values)
+            if label_of(config) not in taken and self.why_illegal(config) is None:
+                return config, "random"
+        return _EXHAUSTED
+
+    def _ask(self, proposed: tuple[Config, str] | None) -> tuple[optuna.Trial, Config, str]:
+        if proposed is not None:
+            config, origin = proposed
+            numbers = self._parameters.numbers(config)
+            self.study.enqueue_trial(
+                numbers or {},
+                user_attrs={"config": config, "origin": origin, "owner": store.owner()},
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # heartbeats outside of optimize(): autotune.store
+            trial = self.study.ask()
+            trial.set_user_attr("owner", store.owner())
+            if "config" not in trial.user_attrs:
+                return trial, self._parameters.suggest(trial), "sampler"
+            config = trial.user_attrs["config"]
+            if self._parameters.numbers(config) is not None:
+                self._parameters.suggest(trial)  # so that the sampler learns from it
+            return trial, config, trial.user_attrs["origin"]
+
+    def _why_not(self, trial: optuna.Trial, config: Config) -> str | None:
+        """Why this config is not tried: illegal, known, or being tried; the trial is ended then."""
+        label = label_of(config)
+        reason = self.why_illegal(config)
+        if reason is not None:
+            self.rejected[reason] += 1
+            trial.set_user_attr("illegal", reason)
+            self.study.tell(trial, state=TrialState.PRUNED)
+            return reason
+        known = self.known().get(label)
+        if known is not None:
+            answer = known[1]
+            if answer.ok and "stopped_at" not in answer.facts:
+                self.study.tell(trial, answer.ms)
+            else:
+                self.study.tell(trial, state=TrialState.PRUNED)
+            return "known"
+        if label in store.in_work(self.study, but=trial.number):
+            self.study.tell(trial, state=TrialState.PRUNED)
+            return "in work"
+        return None
+
+
+_EXHAUSTED: Any = object()
+
+
+def new_sampler(seed: int) -> optuna.samplers.BaseSampler:
+    """TPE that takes keys together, those of each variant apart."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return optuna.samplers.TPESampler(
+            seed=seed, multivariate=True, group=True, constant_liar=True, n_startup_trials=4
+        )
+
+
+def new_pruner() -> optuna.pruners.BasePruner:
+    """Stops a timing once its blocks are slower than those of the best beyond doubt."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return optuna.pruners.WilcoxonPruner(p_threshold=0.1, n_startup_steps=4)
+
+
+# ---- replays -----------------------------------------------------------------------------------
+
+
+def replay(
+    space: Space,
+    table: Sequence[tuple[Config, float | None]],
+    default: Config,
+    *,
+    trials: int,
+    seed: int,
+    priors: Sequence[Config] = (),
+    sampler: str = "tpe",
+) -> Iterator[float]:
+    """The best time so far after each trial, when ``table`` answers instead of a device.
+
+    What the table lacks is illegal; a time of None is a failure. For measuring how many trials a
+    search needs (``python -m bench.search_cost``).
     """
-    dev = device.current()
-    sets = _input_sets(spec, case)
-    default = spec.default_config(case.problem, dev)
-    space = spec.space(dev)
-    tally = Tally()
-    seen: dict[str, float] = {}
+    times = {label_of(config): ms for config, ms in table}
 
-    def objective(trial: optuna.Trial) -> float:
-        config = {name: trial.suggest_categorical(name, space[name]) for name in space}
-        label = json.dumps(config, sort_keys=True)
-        if label not in seen:
-            reason = spec.why_illegal(config, case.problem, dev)
-            if reason is not None:
-                tally.illegal += 1
-                raise optuna.TrialPruned(reason)
-            seen[label] = _measure(spec, sets, config, tally, said)
-        if seen[label] == float("inf"):
-            raise optuna.TrialPruned("failed")
-        return seen[label]
+    def why_illegal(config: Config) -> str | None:
+        return None if label_of(config) in times else "not in the table"
 
-    # Most points of a space are illegal and cost nothing: they do not count as trials.
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True)
-    study = optuna.create_study(sampler=sampler)
-    study.enqueue_trial(default)
-    limit = functools.partial(_enough, tally=tally, trials=trials)
-    try:
-        study.optimize(objective, n_trials=50 * trials, callbacks=[limit])
-    except KeyboardInterrupt:
-        tally.stopped = True
-        said(f"{spec.name} {case.name}: stopped after {tally.measured} configs")
-    ranked = sorted((ms, label) for label, ms in seen.items() if ms < float("inf"))
-    best = json.loads(ranked[0][1]) if ranked else default
-    ms, default_ms = _duel(spec, sets, best, default)
-    if best == default or ms * _NOISE > default_ms:
-        best, ms = default, default_ms
-    return Outcome(case.name, spec.tuning_key(case.problem), best, ms, default_ms, tally)
+    study = optuna.create_study(sampler=new_sampler(seed))
+    first = [(default, "default"), *((config, "neighbour") for config in priors)]
+    search = Search(study, space, why_illegal, first, Budget(trials), sampler=sampler, seed=seed)
+    best = math.inf
+    while (proposal := search.next()) is not None:
+        ms = times[label_of(proposal.config)]
+        answer = Answer("does not run") if ms is None else Answer("ok", ms=ms)
+        search.tell(proposal, answer)
+        best = min(best, answer.ms if answer.ms is not None else math.inf)
+        yield best
 
 
-def _enough(study: optuna.Study, trial: Any, *, tally: Tally, trials: int) -> None:
-    if tally.measured + tally.failed + len(tally.wrong) >= trials:
-        study.stop()
+Evaluate = Callable[[Proposal], Answer]
 
 
-def _input_sets(spec: KernelSpec, case: Case) -> list[dict[str, Any]]:
-    """Enough copies of the inputs to exceed twice the last-level cache, within reason."""
-    first = spec.make_inputs(case.problem, device.tensor_device())
-    size = sum(t.nbytes for t in first.values() if isinstance(t, torch.Tensor))
-    count = min(_SET_LIMIT, 1 + 2 * device.l2_bytes() // max(size, 1))
-    return [first, *(clone_inputs(first) for _ in range(count - 1))]
-
-
-def _calls(spec: KernelSpec, sets: list[dict[str, Any]], config: Config) -> list[Callable[[], Any]]:
-    return [functools.partial(spec.launch, **inputs, config=config) for inputs in sets]
-
-
-def _measure(
-    spec: KernelSpec,
-    sets: list[dict[str, Any]],
-    config: Config,
-    tally: Tally,
-    said: Callable[[str], None],
-) -> float:
-    """Milliseconds of a right config; infinity for one that is wrong or does not launch."""
-    inputs = clone_inputs(sets[0])
-    try:
-        results = tensors_of(spec.launch(**inputs, config=config))
-        device.synchronize()
-        assert_right(spec, sets[0], (*results, *(inputs[name] for name in spec.mutates)))
-    except AssertionError as error:
-        tally.wrong.append(f"{config}: {error}")
-        said(f"WRONG {spec.name} with {config}: {error}")
-        return float("inf")
-    except Exception as error:  # a compiler may raise anything; what it was is shown
-        tally.failed += 1
-        said(f"{spec.name} with {config} does not run: {type(error).__name__}: {error}")
-        return float("inf")
-    tally.measured += 1
-    return time_ms({"this": _calls(spec, sets, config)}, rounds=8)["this"].ms
-
-
-def _duel(
-    spec: KernelSpec, sets: list[dict[str, Any]], best: Config, default: Config
-) -> tuple[float, float]:
-    calls = {"best": _calls(spec, sets, best), "default": _calls(spec, sets, default)}
-    times = time_ms(calls, rounds=30)
-    return times["best"].ms, times["default"].ms
-
-
-def bench_cases(spec: KernelSpec) -> Iterator[Case]:
-    """The problems to tune for: bench cases, or the smoke ones on the interpreter."""
-    tag = "smoke" if device.current().arch == "interpret" else "bench"
-    return (case for case in spec.cases if tag in case.tags)
+def failures_of(table: Mapping[str, tuple[Config, Answer]]) -> dict[str, int]:
+    """How many configs failed, by kind."""
+    return dict(Counter(a.kind for _, a in table.values() if not a.ok))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -125,16 +126,67 @@ def explain(spec: KernelSpec, problem: Problem, config: Config | None = None) ->
         if why:
             raise ValueError(f"{spec.name}: config must be legal on {dev.arch}, got {given}: {why}")
         return given, source
-    key = spec.tuning_key(problem)
-    for folder in config_folders():
-        path = folder / dev.arch / f"{spec.name}.json"
-        for entry in _entries(path):
-            if entry["key"] == key:
-                why = why_unusable(spec, entry["config"], problem)
-                if why is None:
-                    return entry["config"], str(path)
-                _warn_once(f"{spec.name}: config {entry['config']} in {path} is left out: {why}")
+    for entry, path in stored(spec, problem):
+        why = why_unusable(spec, entry["config"], problem)
+        if why is None:
+            return entry["config"], str(path)
+        if path.parent.name == dev.arch:  # another chip's need not be legal here
+            _warn_once(f"{spec.name}: config {entry['config']} in {path} is left out: {why}")
     return spec.default_config(problem, dev), "heuristic"
+
+
+def stored(spec: KernelSpec, problem: Problem) -> Iterator[tuple[dict[str, Any], Path]]:
+    """Entries of tuned files for ``problem``, with their files, in the order they are preferred.
+
+    The folders in turn; in a file, the entry that was measured on the chip most like this one (by
+    cores and memory), and estimates last. Where no file of this architecture has the kernel, those
+    of the architecture with the nearest compute capability serve.
+    """
+    key = spec.tuning_key(problem)
+    dev = device.current()
+    folders = config_folders()
+    arch = dev.arch
+    if not any((folder / arch / f"{spec.name}.json").exists() for folder in folders):
+        arch = nearest_arch(arch, _archs_with(spec.name, folders)) or arch
+    for folder in folders:
+        path = folder / arch / f"{spec.name}.json"
+        matching = [entry for entry in _entries(path) if entry["key"] == key]
+        if len(matching) > 1:
+            matching.sort(key=_unlikeness)
+        for entry in matching:
+            yield entry, path
+
+
+def nearest_arch(arch: str, others: list[str]) -> str | None:
+    """Of ``others``, the NVIDIA architecture with the compute capability nearest to ``arch``'s."""
+    if _capability(arch) is None:
+        return None
+    known = [(abs(c - _capability(arch)), name) for name in others if (c := _capability(name))]  # type: ignore[operator]
+    return min(known)[1] if known else None
+
+
+def _capability(arch: str) -> int | None:
+    digits = arch.removeprefix("sm")
+    return int(digits) if arch.startswith("sm") and digits.isdecimal() else None
+
+
+def _archs_with(kernel: str, folders: list[Path]) -> list[str]:
+    return [file.parent.name for folder in folders for file in folder.glob(f"*/{kernel}.json")]
+
+
+def chip_of(entry: dict[str, Any]) -> dict[str, Any]:
+    """What the chip of a measured entry is told apart by; nothing for an estimate."""
+    measured = entry.get("measured") or {}
+    return {name: measured[name] for name in ("num_cores", "memory_gib") if name in measured}
+
+
+def _unlikeness(entry: dict[str, Any]) -> float:
+    """How far this chip is from the entry's: a factor of two in cores or memory counts one."""
+    chip = chip_of(entry)
+    if not chip:
+        return 100.0
+    own = {"num_cores": device.current().num_cores, "memory_gib": device.memory_bytes() / 2**30}
+    return sum(abs(math.log2(max(own[n], 1) / max(chip[n], 1))) for n in chip)
 
 
 def why_unusable(spec: KernelSpec, config: Any, problem: Problem) -> str | None:
@@ -199,11 +251,13 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     if not os.path.exists(path):
         return []
     try:
-        stored = json.loads(path.read_text())
-        if stored["schema"] != SCHEMA:
-            _warn_once(f"{path}: expected schema {SCHEMA}, got {stored['schema']}; left out")
+        document = json.loads(path.read_text())
+        if document["schema"] != SCHEMA:
+            _warn_once(f"{path}: expected schema {SCHEMA}, got {document['schema']}; left out")
             return []
-        return [{"key": dict(e["key"]), "config": dict(e["config"])} for e in stored["entries"]]
+        return [
+            {**e, "key": dict(e["key"]), "config": dict(e["config"])} for e in document["entries"]
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         _warn_once(f"{path}: expected a tuned-config file, got {error!r}; left out")
         return []

@@ -21,6 +21,8 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
+import shutil
+import subprocess
 import sys
 import threading
 import types
@@ -328,6 +330,7 @@ def _backend() -> Any:
     return torch.cuda if KIND == "cuda" else torch.npu  # type: ignore[attr-defined]
 
 
+HAS_FLOAT64 = KIND != "npu"  # whether tensors of the device can be float64
 MULTI_DEVICE = tensor_device().type != "cpu" and _backend().device_count() > 1
 
 
@@ -381,11 +384,69 @@ def l2_bytes() -> int:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
 
 
+def host_cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Bytes of the device's own memory; 0 on the CPU."""
+    if tensor_device().type == "cpu":
+        return 0
+    return int(_backend().get_device_properties(_backend().current_device()).total_memory)
+
+
+def health() -> dict[str, Any]:
+    """Clock (MHz), temperature (C) and driver of the device as its own tool tells them, if it does.
+
+    For records: a throttled card measures other times. Never raises.
+    """
+    if KIND != "cuda" or _COMPILE_ARCH or shutil.which("nvidia-smi") is None:
+        return {}
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    command = [
+        "nvidia-smi",
+        "--query-gpu=clocks.sm,temperature.gpu,driver_version",
+        "--format=csv,noheader,nounits",
+        f"--id=GPU-{uuid.removeprefix('GPU-')}",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        clock, temperature, driver = (word.strip() for word in done.stdout.split(","))
+        return {"clock_mhz": int(clock), "temperature_c": int(temperature), "driver": driver}
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
+
+
 def versions() -> dict[str, str]:
     """Versions that a measurement depends on, for result rows."""
     found = {"torch": torch.__version__, "triton": str(getattr(triton, "__version__", "absent"))}
     if KIND == "cuda" and not _COMPILE_ARCH:
         found["cuda"] = str(torch.version.cuda)
+    return found
+
+
+def resources_of(compiled: list[Any]) -> dict[str, int]:
+    """Registers, spills and shared memory of the programs of one call, the largest of each.
+
+    Loads them onto the device, which is where a program that needs too much is refused. Empty where
+    there is nothing to load (the interpreter).
+    """
+    found: dict[str, int] = {}
+    for program in compiled:
+        if not hasattr(program, "metadata") or not hasattr(program, "_init_handles"):
+            continue
+        program._init_handles()
+        facts = {
+            "registers": getattr(program, "n_regs", None),
+            "spills": getattr(program, "n_spills", None),
+            "shared_bytes": getattr(program.metadata, "shared", None),
+        }
+        for name, value in facts.items():
+            if type(value) is int:
+                found[name] = max(found.get(name, 0), value)
     return found
 
 

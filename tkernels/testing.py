@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,33 +39,61 @@ def assert_close(
     if actual.numel() == 0:
         return
     if not actual.dtype.is_floating_point:
-        wrong = int((actual != truth).sum())
+        wrong = int((actual != truth.to(actual.device)).sum())
         if wrong:
             raise AssertionError(f"{what}: {wrong} of {actual.numel()} integers differ")
         return
-    a, t = actual.detach().double().cpu(), truth.detach().double().cpu()
-    # What overflows the output's own dtype is infinite there.
-    t = torch.where(t.abs() > torch.finfo(actual.dtype).max, t.sign() * math.inf, t)
-    finite = t.isfinite()
-    if not torch.equal(a.isnan(), t.isnan()) or not torch.equal(
-        a[~finite & ~t.isnan()], t[~finite & ~t.isnan()]
-    ):
-        bad = int((a.isfinite() != finite).sum())
-        raise AssertionError(f"{what}: NaN or infinity in the wrong places ({bad} elements)")
-    a, t = a[finite], t[finite]
-    if t.numel() == 0:
+    count, truth_squares, error_squares, misplaced = 0, 0.0, 0.0, 0
+    for a, t in _pieces(actual, truth):
+        finite = t.isfinite()
+        special = (
+            (a.isnan() != t.isnan()) | ((a != t) & ~finite & ~t.isnan()) | (a.isinf() & finite)
+        )
+        misplaced += int(special.sum())
+        a, t = a[finite], t[finite]
+        count += t.numel()
+        truth_squares += float(t.pow(2).sum())
+        error_squares += float((a - t).pow(2).sum())
+    if misplaced:
+        raise AssertionError(f"{what}: NaN or infinity in the wrong places ({misplaced} elements)")
+    if count == 0:
         return
-    rms = t.pow(2).mean().sqrt().clamp_min(1e-30)
-    errors = (a - t).abs() / torch.maximum(t.abs(), rms)
-    worst, overall = float(errors.max()), float((a - t).pow(2).mean().sqrt() / rms)
+    rms = max(math.sqrt(truth_squares / count), 1e-30)
+    overall = math.sqrt(error_squares / count) / rms
+    worst, got, expected = 0.0, 0.0, 0.0
+    for a, t in _pieces(actual, truth):
+        errors = ((a - t).abs() / t.abs().clamp_min(rms)).nan_to_num(
+            0.0
+        )  # where both are not finite
+        i = int(errors.argmax())
+        if float(errors[i]) > worst:
+            worst, got, expected = float(errors[i]), float(a[i]), float(t[i])
     most, most_overall = (limit * factor for limit in TOLERANCE[actual.dtype])
     if worst > most or overall > most_overall:
-        i = int(errors.argmax())
         raise AssertionError(
             f"{what}: largest relative error {worst:.2e} (limit {most:.1e}), overall {overall:.2e} "
-            f"(limit {most_overall:.1e}); worst element: got {float(a[i]):.6g}, "
-            f"expected {float(t[i]):.6g}"
+            f"(limit {most_overall:.1e}); worst element: got {got:.6g}, expected {expected:.6g}"
         )
+
+
+_PIECE = 2**22  # elements compared at a time: float64 copies of a large result would fill a device
+
+
+def _pieces(
+    actual: torch.Tensor, truth: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both as flat float64 pieces; what overflows the dtype of ``actual`` is infinite in truth."""
+    most = torch.finfo(actual.dtype).max
+    a, t = actual.detach().reshape(-1), truth.detach().reshape(-1)
+    for start in range(0, a.numel(), _PIECE):
+        exact_a, exact_t = _exact(a[start : start + _PIECE]), _exact(t[start : start + _PIECE])
+        exact_t = exact_t.to(exact_a.device)
+        yield exact_a, torch.where(exact_t.abs() > most, exact_t.sign() * math.inf, exact_t)
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as float64, on the tensor's own device where that has such numbers."""
+    return tensor.double() if device.HAS_FLOAT64 else tensor.cpu().double()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,14 +219,41 @@ def time_ms(
     candidates taking turns, so that clock and temperature drift hit all alike. A candidate that
     cannot be captured is timed with events round the same loop, and its ``method`` says so.
     """
-    if device.tensor_device().type == "cpu":
-        return _time_host(calls, rounds)
-    prepared = {name: _prepare(list(fns), min_ms) for name, fns in calls.items()}
+    ready = {name: prepared(fns, min_ms=min_ms) for name, fns in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, (run, count, _method) in prepared.items():
-            samples[name].append(_elapsed_ms(run) / count)
-    return {name: summarise(samples[name], prepared[name][2]) for name in calls}
+        for name, candidate in ready.items():
+            samples[name].append(candidate.sample())
+    return {name: summarise(samples[name], ready[name].method) for name in calls}
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Calls that are compiled and captured; ``sample()`` runs them: milliseconds of one call."""
+
+    sample: Callable[[], float]
+    method: str
+
+
+def prepared(fns: Sequence[Callable[[], Any]], *, min_ms: float = 1.0) -> Prepared:
+    """Make equivalent calls ready to be timed, as ``time_ms`` describes it."""
+    if device.tensor_device().type == "cpu":
+        return _prepared_on_host(fns)
+    run, count, method = _prepare(list(fns), min_ms)
+    return Prepared(lambda: _elapsed_ms(run) / count, method)
+
+
+def _prepared_on_host(fns: Sequence[Callable[[], Any]]) -> Prepared:
+    fns[0]()
+    turn = itertools.cycle(fns)
+
+    def sample() -> float:
+        fn = next(turn)
+        start = time.perf_counter()
+        fn()
+        return 1e3 * (time.perf_counter() - start)
+
+    return Prepared(sample, "host clock")
 
 
 def _prepare(fns: list[Callable[[], Any]], min_ms: float) -> tuple[Callable[[], Any], int, str]:
@@ -242,15 +298,3 @@ def _elapsed_ms(run: Callable[[], Any]) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end))
-
-
-def _time_host(calls: Mapping[str, Sequence[Callable[[], Any]]], rounds: int) -> dict[str, Timing]:
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for fns in calls.values():
-        fns[0]()
-    for i in range(rounds):
-        for name, fns in calls.items():
-            start = time.perf_counter()
-            fns[i % len(fns)]()
-            samples[name].append(1e3 * (time.perf_counter() - start))
-    return {name: summarise(s, "host clock") for name, s in samples.items()}

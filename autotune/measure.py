@@ -1,0 +1,142 @@
+"""What a tuner's child process does with one config on its device: compile, check, time.
+
+Nothing that one config leaves behind may serve another: results go to fresh buffers full of NaN
+between guard bands, memory that a launch allocates for itself starts as NaN, and arguments that a
+kernel changes are restored before each check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tkernels import device
+from tkernels.offline import replaced_run
+from tkernels.registry import Config, KernelSpec, Problem
+from tkernels.testing import (
+    Prepared,
+    assert_close,
+    clone_inputs,
+    guarded,
+    prepared,
+    result_names,
+    tensors_of,
+    truth_of,
+)
+
+_MOST_SETS = 16
+_SAMPLES = 5  # of a block
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """One problem laid out on the device, and what is right for it."""
+
+    spec: KernelSpec
+    sets: list[dict[str, Any]]  # equal inputs that together exceed the last-level cache
+    truth: tuple[torch.Tensor, ...]
+
+
+def lay_out(spec: KernelSpec, problem: Problem) -> Bench:
+    """Inputs of ``problem``, enough copies to exceed twice the last-level cache, and its truth."""
+    first = spec.make_inputs(problem, device.tensor_device())
+    size = sum(t.nbytes for t in first.values() if isinstance(t, torch.Tensor))
+    count = min(_MOST_SETS, 1 + 2 * device.l2_bytes() // max(size, 1))
+    truth = truth_of(spec, first)
+    return Bench(spec, [first, *(clone_inputs(first) for _ in range(count - 1))], truth)
+
+
+def compile_only(bench: Bench, config: Config) -> dict[str, Any]:
+    """Compile what ``config`` launches, and load it onto the device; nothing runs.
+
+    Several processes may do so at once while another one times. Returns registers, spills and
+    shared memory where the compiler tells them.
+    """
+    compiled: list[Any] = []
+
+    def compile_it(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        kernel_run = originals[0]
+        compiled.append(kernel_run(kernel, *args, **{**kwargs, "warmup": True}))
+        return compiled[-1]
+
+    originals: list[Any] = []
+    with replaced_run(compile_it) as original:
+        originals.append(original)
+        bench.spec.launch(**bench.sets[0], config=config)
+    return device.resources_of([one for one in compiled if one is not None])
+
+
+def check(bench: Bench, config: Config) -> None:
+    """Raise AssertionError where ``config`` computes something wrong or writes outside."""
+    spec, inputs = bench.spec, bench.sets[0]
+    own = clone_inputs(inputs)
+    results = [t for t in bench.truth[: len(bench.truth) - len(spec.mutates)]]
+    outs = {}
+    if spec.outputs:
+        with _poisoned_memory():  # the first run tells the dtypes
+            shapes = tensors_of(spec.launch(**clone_inputs(inputs), config=config))
+        assert len(shapes) == len(results), (spec.name, len(shapes), len(results))
+        outs = {
+            name: guarded(torch.full_like(like, float("nan")), padding=0)
+            for name, like in zip(spec.outputs, shapes, strict=False)
+            if like.dtype.is_floating_point
+        }
+    with _poisoned_memory():
+        written = {name: buffer.tensor for name, buffer in outs.items()}
+        got = tensors_of(spec.launch(**own, **written, config=config))
+        device.synchronize()
+    got = (*got, *(own[name] for name in spec.mutates))
+    names = result_names(spec, inputs)
+    for name, actual, expected in zip(names, got, bench.truth, strict=True):
+        assert_close(actual, expected, what=name, factor=spec.tolerance)
+    for name, buffer in outs.items():
+        buffer.check(f"{name}, beside it")
+
+
+@contextlib.contextmanager
+def _poisoned_memory() -> Iterator[None]:
+    """torch.empty and its kin hand out NaN (integers: the largest), so what is unwritten shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def ready(bench: Bench, config: Config) -> Prepared:
+    """``config`` captured in a graph over all sets of inputs; each set keeps its latest result."""
+    return prepared([_keeping(bench.spec, inputs, config) for inputs in bench.sets])
+
+
+def _keeping(spec: KernelSpec, inputs: dict[str, Any], config: Config) -> Callable[[], None]:
+    launch = functools.partial(spec.launch, **inputs, config=config)
+    kept: list[Any] = [None]  # or the next call would write to the memory of this one's result
+
+    def call() -> None:
+        kept[0] = launch()
+
+    return call
+
+
+def block(candidate: Prepared) -> float:
+    """Milliseconds of one call: the median of a few samples."""
+    return statistics.median(candidate.sample() for _ in range(_SAMPLES))
+
+
+def duel(bench: Bench, configs: Sequence[Config], rounds: int) -> list[list[float]]:
+    """Milliseconds of each config, ``rounds`` times, all of them taking turns."""
+    candidates = [ready(bench, config) for config in configs]
+    samples: list[list[float]] = [[] for _ in configs]
+    for i in range(rounds):
+        # Whoever comes first in a round may find the clock higher.
+        for j in range(len(candidates)):
+            place = (i + j) % len(candidates)
+            samples[place].append(candidates[place].sample())
+    return samples

@@ -1,0 +1,202 @@
+"""The parent's side of ``autotune.worker``: start it, ask it, and survive it.
+
+A request has a time limit. A worker that exceeds it is killed ("hung"); one that dies is told by
+its exit ("crashed", or "out of memory" where the system killed it); one that lost its device is
+replaced. The next request finds a new worker with the same problem opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune.records import Task, encode
+
+# Seconds. Opening imports torch and triton; a compiler is given up on long after a person would.
+START_LIMIT = 180.0
+DEFAULT_LIMIT = 60.0
+_TAIL = 2000  # characters of what a dead worker printed
+
+
+class WorkerError(Exception):
+    """A request that was not answered well; ``kind`` is one of records.FAILURES."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+
+class Worker:
+    """One child process, made when it is first needed and again when it is gone."""
+
+    def __init__(
+        self,
+        *,
+        python: str = sys.executable,
+        arch: str = "",
+        modules: Sequence[str] = (),
+        limit: float = DEFAULT_LIMIT,
+    ) -> None:
+        """``arch`` is that of an offline worker; ``modules`` are imported (kernels of the user)."""
+        self._python = python
+        self._arch = arch
+        self._modules = modules
+        self._limit = limit
+        self._task: Task | None = None
+        self._laid_out = False
+        self._child: subprocess.Popen[bytes] | None = None
+        self._log: Any = None
+        self._answers = -1
+        self._rest = b""
+
+    def open(self, task: Task) -> None:
+        """From now on requests are about ``task``."""
+        self._task = task
+        self._laid_out = False
+        if self._child is not None:
+            self._open_task()
+
+    def ask(self, what: str, *, limit: float | None = None, **request: Any) -> dict[str, Any]:
+        """The worker's answer; raises ``WorkerError`` where there is none, or a bad one."""
+        if self._child is None:
+            self._start()
+        if what not in ("estimate", "compilers", "health") and not self._laid_out:
+            self._send({"do": "lay_out"}, START_LIMIT)
+            self._laid_out = True
+        return self._send({"do": what, **request}, limit or self._limit)
+
+    def close(self) -> None:
+        """End the process; a later request starts another."""
+        child, self._child = self._child, None
+        self._laid_out = False
+        if child is None:
+            return
+        with contextlib.suppress(OSError):
+            os.close(self._answers)
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            assert child.stdin is not None
+            child.stdin.close()
+            child.wait(timeout=2)
+        with contextlib.suppress(OSError):
+            os.killpg(child.pid, signal.SIGKILL)  # compilers that it started
+        child.wait()
+        self._log.close()
+
+    # ---- inside ----
+
+    def _start(self) -> None:
+        mine, its = os.pipe()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
+        environment = dict(os.environ)
+        root = str(Path(__file__).parents[1])
+        paths = [root, os.getcwd(), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        if self._arch:
+            environment["TKERNELS_DEVICE"] = f"compile:{self._arch}"
+            environment.pop("TRITON_INTERPRET", None)  # set by this process where it interprets
+        imports = [word for name in self._modules for word in ("--import", name)]
+        try:
+            self._child = subprocess.Popen(
+                [self._python, "-m", "autotune.worker", "--answers", str(its), *imports],
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(its,),
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(mine)
+            raise ValueError(
+                f"autotune: the worker's Python must run, got {self._python}: {error.strerror}"
+            ) from None
+        finally:
+            os.close(its)
+        self._answers, self._rest = mine, b""
+        self._open_task()
+
+    def _open_task(self) -> None:
+        assert self._task is not None
+        problem = encode(self._task.problem)
+        self._send({"do": "open", "kernel": self._task.kernel, "problem": problem}, START_LIMIT)
+
+    def _send(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
+        child = self._child
+        assert child is not None
+        assert child.stdin is not None
+        deadline = time.monotonic() + limit
+        try:
+            child.stdin.write(json.dumps(request).encode() + b"\n")
+            child.stdin.flush()
+            line = self._read_line(deadline)
+        except TimeoutError:
+            self._kill()
+            raise WorkerError("hung", f"{request['do']} took longer than {limit:g} s") from None
+        except (BrokenPipeError, EOFError):
+            raise WorkerError(*self._why_dead()) from None
+        answer: dict[str, Any] = json.loads(line)
+        if answer["kind"] != "ok":
+            if answer["kind"] == "device fault":
+                self._kill()  # its context is gone, whatever it is asked next would fail too
+            raise WorkerError(answer["kind"], answer["message"])
+        return answer
+
+    def _read_line(self, deadline: float) -> bytes:
+        while b"\n" not in self._rest:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._answers], [], [], left)[0]:
+                raise TimeoutError
+            got = os.read(self._answers, 1 << 16)
+            if not got:
+                raise EOFError
+            self._rest += got
+        line, self._rest = self._rest.split(b"\n", 1)
+        return line
+
+    def _kill(self) -> None:
+        child = self._child
+        if child is not None:
+            with contextlib.suppress(OSError):
+                os.killpg(child.pid, signal.SIGKILL)
+            self.close()
+
+    def _why_dead(self) -> tuple[str, str]:
+        assert self._child is not None
+        try:
+            code = self._child.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            return "crashed", "it stopped answering"
+        self._log.seek(0)
+        lines = self._log.read()[-_TAIL:].decode(errors="replace").strip().splitlines()
+        last = lines[-1][:300] if lines else "it printed nothing"
+        self.close()
+        if code == -signal.SIGKILL:
+            return "out of memory", f"the system killed it ({last})"
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        return "crashed", f"{how}: {last}"
+
+
+@contextlib.contextmanager
+def alone_on(device_name: str) -> Iterator[None]:
+    """Wait until no other tuner of this host times on the device, and keep them out."""
+    name = "".join(c if c.isalnum() else "-" for c in device_name)
+    path = Path(tempfile.gettempdir()) / f"tkernels-{os.getuid()}-{name}.lock"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

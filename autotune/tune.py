@@ -1,0 +1,287 @@
+"""Tune one problem from start to end: the study, the workers, the final duel, the outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optuna
+
+from autotune import choose, search, store
+from autotune.process import Worker, WorkerError, alone_on
+from autotune.records import Answer, Outcome, Task, decode, label_of
+from autotune.search import Budget, Proposal, Search
+from autotune.space import Space
+from tkernels.device import Device
+from tkernels.registry import Config, KernelSpec
+
+_BLOCKS = 8  # of a timing that is not stopped early
+_CAP = 3.0  # times slower than the best: not timed further
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """How trials are run, the same for all problems of a command."""
+
+    dev: Device  # whose config is sought
+    storage: optuna.storages.BaseStorage
+    budget: Budget
+    fingerprint: Callable[[KernelSpec], Mapping[str, Any]]
+    workers: Sequence[Worker]
+    offline: bool = False
+    sampler: str = "auto"
+    seed: int = 0
+    compile_limit: float = 300.0
+
+
+class Watch:
+    """Told of what happens; ``autotune.progress`` shows it."""
+
+    def begins(self, task: Task, searching: Search) -> None:
+        """A problem is taken on."""
+
+    def tried(self, proposal: Proposal, answer: Answer) -> None:
+        """A config was tried."""
+
+    def says(self, line: str) -> None:
+        """Something to know, now."""
+
+    def ends(self, outcome: Outcome) -> None:
+        """A problem is done."""
+
+
+def tune(
+    spec: KernelSpec,
+    task: Task,
+    setup: Setup,
+    priors: Sequence[tuple[Config, str]],
+    space: Space,
+    core: Space,
+    why_illegal: Callable[[Config], str | None],
+    watch: Watch,
+) -> Outcome:
+    """Search for the config of ``task``; what was found before, by anyone, counts.
+
+    Raises KeyboardInterrupt on Ctrl-C, ValueError where even the default cannot be measured. Both
+    leave the study as far as it came.
+    """
+    default = spec.default_config(task.problem, setup.dev)
+    fingerprint = setup.fingerprint(spec)
+    study = store.open_study(
+        setup.storage,
+        task,
+        fingerprint,
+        default,
+        search.new_sampler(setup.seed),
+        search.new_pruner(),
+    )
+    finished = stored_outcome(study, task, setup.budget)
+    if finished is not None:
+        watch.ends(finished)
+        return finished
+    first = [(default, "default"), *priors]
+    searching = Search(
+        study,
+        space,
+        why_illegal,
+        first,
+        setup.budget,
+        core=core,
+        sampler=setup.sampler,
+        seed=setup.seed,
+    )
+    watch.begins(task, searching)
+    for worker in setup.workers:
+        worker.open(task)
+    _run(searching, setup, default, watch)
+    outcome = stored_outcome(study, task, setup.budget)  # by another process that joined
+    if outcome is None:
+        outcome = _outcome(searching, task, setup, default)
+        study.set_user_attr("outcome", _kept(outcome, searching))
+    watch.ends(outcome)
+    return outcome
+
+
+def _kept(outcome: Outcome, searching: Search) -> dict[str, Any]:
+    fields = {f.name: getattr(outcome, f.name) for f in dataclasses.fields(Outcome)}
+    del fields["task"]
+    return {**fields, "exhausted": searching.exhausted}
+
+
+def stored_outcome(study: optuna.Study, task: Task, budget: Budget) -> Outcome | None:
+    """The outcome of a search that ended with at least this budget, or tried all there is."""
+    kept = study.user_attrs.get("outcome")
+    if kept is None or (kept["trials"] < budget.trials and not kept["exhausted"]):
+        return None
+    fields = {f.name: kept[f.name] for f in dataclasses.fields(Outcome) if f.name != "task"}
+    return Outcome(task=task, **{**fields, "wrong": tuple(fields["wrong"])})
+
+
+# ---- trials ------------------------------------------------------------------------------------
+
+
+def _run(searching: Search, setup: Setup, default: Config, watch: Watch) -> None:
+    """Try configs, one thread a worker, until the search is over."""
+    errors: list[BaseException] = []
+
+    def work(worker: Worker) -> None:
+        try:
+            while not errors and (proposal := _next_or_none(searching)) is not None:
+                with store.alive(searching.study, proposal.trial):
+                    answer = try_config(worker, proposal, searching, setup)
+                searching.tell(proposal, answer)
+                watch.tried(proposal, answer)
+                if proposal.config == default and not answer.ok:
+                    raise ValueError(
+                        f"autotune: the default config of {searching.study.user_attrs['kernel']} "
+                        f"must run to be compared with, got: {answer.kind}: {answer.message}"
+                    )
+        except BaseException as error:
+            errors.append(error)
+            searching.stop()
+
+    if len(setup.workers) == 1:
+        work(setup.workers[0])
+    else:
+        threads = [threading.Thread(target=work, args=(w,), daemon=True) for w in setup.workers]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.2)  # a plain join would not see Ctrl-C
+        except KeyboardInterrupt:
+            searching.stop()
+            raise
+    if errors:
+        raise errors[0]
+
+
+def _next_or_none(searching: Search) -> Proposal | None:
+    """The next proposal; waits where only what others are at is missing, for they may die of it."""
+    while (proposal := searching.next()) is None:
+        if searching.out_of_time or not store.in_work(searching.study):
+            return None
+        time.sleep(0.2)
+        store.reap(searching.study)
+    return proposal
+
+
+def try_config(worker: Worker, proposal: Proposal, searching: Search, setup: Setup) -> Answer:
+    """Compile, check and time one config, or ask the model about it."""
+    config = proposal.config
+    try:
+        if setup.offline:
+            got = worker.ask("estimate", config=config, limit=setup.compile_limit)
+            return Answer("ok", ms=got["ms"], facts=got["facts"])
+        compiled = worker.ask("compile", config=config, limit=setup.compile_limit)
+        with alone_on(setup.dev.name):
+            worker.ask("check", config=config)
+            return _time(worker, proposal, searching, compiled["facts"])
+    except WorkerError as failed:
+        return Answer(failed.kind, failed.message)
+
+
+def _time(
+    worker: Worker, proposal: Proposal, searching: Search, facts: Mapping[str, Any]
+) -> Answer:
+    begun = worker.ask("begin", config=proposal.config)
+    known = {**facts, "method": begun["method"]}
+    best = searching.best()
+    if best is not None and begun["ms"] > _CAP * best[1]:
+        share = begun["ms"] / best[1]
+        return Answer("slow", f"{share:.1f} times the best", begun["ms"], (), known)
+    blocks: list[float] = []
+    for step in range(_BLOCKS):
+        blocks.append(worker.ask("block")["ms"])
+        proposal.trial.report(blocks[-1], step)
+        if step + 1 < _BLOCKS and proposal.trial.should_prune():
+            known["stopped_at"] = step + 1
+            break
+    known["noise"] = round(choose.noise(blocks), 4)
+    return Answer("ok", "", statistics.median(blocks), tuple(blocks), known)
+
+
+# ---- the end -----------------------------------------------------------------------------------
+
+
+def _outcome(searching: Search, task: Task, setup: Setup, default: Config) -> Outcome:
+    table = searching.known()
+    if label_of(default) not in table:
+        raise ValueError(
+            "autotune: --timeout must leave time for the default config, got "
+            f"{setup.budget.seconds:g} s"
+        )
+    configs = choose.leaders(table, default)
+    default_answer = table[label_of(default)][1]
+    measured: dict[str, Any] | None = None
+    estimate: dict[str, Any] | None = None
+    if setup.offline:
+        times = [table[label_of(config)][1].ms or 0.0 for config in configs]
+        place = choose.by_estimates(configs, times)
+        ms, default_ms = times[place], times[0]
+        facts = table[label_of(configs[place])][1].facts
+        estimate = {**_now(), **facts}
+    else:
+        configs, samples = _duel(configs, setup)
+        place = choose.by_samples(configs, samples)
+        ms, default_ms = statistics.median(samples[place]), statistics.median(samples[0])
+        measured = {
+            **_now(),
+            "method": default_answer.facts.get("method", ""),
+            "noise": round(choose.noise(samples[place]), 4),
+        }
+        with contextlib.suppress(WorkerError):
+            measured |= setup.workers[0].ask("health")["facts"]
+    wrong = tuple(
+        f"{config}: {answer.message}" for config, answer in table.values() if answer.kind == "wrong"
+    )
+    return Outcome(
+        task=task,
+        config=configs[place],
+        ms=ms,
+        default_config=default,
+        default_ms=default_ms,
+        trials=len(table),
+        failures=search.failures_of(table),
+        wrong=wrong,
+        measured=measured,
+        estimate=estimate,
+    )
+
+
+def _duel(configs: list[Config], setup: Setup) -> tuple[list[Config], list[list[float]]]:
+    """Times of the leaders and the default taken in turns; who fails now is left out."""
+    worker = setup.workers[0]
+    while True:
+        try:
+            with alone_on(setup.dev.name):
+                got = worker.ask(
+                    "duel", configs=configs, rounds=choose.ROUNDS, limit=setup.compile_limit
+                )
+            return configs, got["samples"]
+        except WorkerError as failed:
+            if len(configs) == 1:
+                raise ValueError(
+                    f"autotune: the default config must run to be compared with, got: "
+                    f"{failed.kind}: {failed.message}"
+                ) from None
+            configs = configs[:-1]  # the slowest leader first; together they may need too much
+
+
+def _now() -> dict[str, str]:
+    return {"date": datetime.datetime.now(datetime.timezone.utc).date().isoformat()}
+
+
+def task_of(study: optuna.Study) -> Task:
+    """The problem that a stored study is about."""
+    attrs = study.user_attrs
+    return Task(
+        attrs["kernel"], attrs["case"], decode(attrs["problem"]), attrs["key"], attrs["arch"]
+    )
