@@ -89,6 +89,8 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds a problem (no limit)")
     add("--trial-timeout", type=float, default=60.0, metavar="S",
         help="seconds until a config counts as hung (60)")
+    add("--compile-timeout", type=float, default=300.0, metavar="S",
+        help="seconds until a compiler counts as hung (300)")
     add("--sampler", default="auto", choices=("auto", "tpe", "random", "exhaustive"),
         help="auto: all legal points where the trials cover them, else TPE and descent")
     add("--seed", type=int, default=0, metavar="N", help="of the sampler (0)")
@@ -126,6 +128,8 @@ def _run(options: argparse.Namespace) -> int:
     target = _target(options)
     if options.status:
         return _status(options, specs, target)
+    if target.python == sys.executable:
+        device.require_triton()
     if options.export is not None:
         if target.arch == "interpret" and not options.force:
             raise ValueError(
@@ -147,7 +151,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
-    for name in ("trials", "timeout", "jobs", "trial_timeout"):
+    for name in ("trials", "timeout", "jobs", "trial_timeout", "compile_timeout"):
         value = getattr(options, name)
         least = 1 if name in ("trials", "jobs") else 0
         if value is not None and not (value >= least and value > 0):
@@ -281,6 +285,7 @@ def _tune_all(
             offline=target.offline,
             sampler=options.sampler,
             seed=options.seed,
+            compile_limit=options.compile_timeout,
         )
         wrong = 0
         with progress.Progress(total=len(tasks), offline=target.offline) as watch:

@@ -48,8 +48,8 @@ def lay_out(spec: KernelSpec, problem: Problem) -> Bench:
     first = spec.make_inputs(problem, device.tensor_device())
     size = sum(t.nbytes for t in first.values() if isinstance(t, torch.Tensor))
     count = min(_MOST_SETS, 1 + 2 * device.l2_bytes() // max(size, 1))
-    truth = truth_of(spec, first)
-    return Bench(spec, [first, *(clone_inputs(first) for _ in range(count - 1))], truth)
+    sets = [first, *(clone_inputs(first) for _ in range(count - 1))]
+    return Bench(spec, sets, truth_of(spec, first))
 
 
 def compile_only(bench: Bench, config: Config) -> dict[str, Any]:
@@ -102,12 +102,13 @@ def check(bench: Bench, config: Config) -> None:
 @contextlib.contextmanager
 def _poisoned_memory() -> Iterator[None]:
     """torch.empty and its kin hand out NaN (integers: the largest), so what is unwritten shows."""
+    # torch.use_deterministic_algorithms does this, and imports torch's compiler (two seconds).
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch._C._set_deterministic_algorithms(before, warn_only=False)
 
 
 def ready(bench: Bench, config: Config) -> Prepared:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.records import Task, encode
+from tkernels import device
 
 # Seconds. Opening imports torch and triton; a compiler is given up on long after a person would.
 START_LIMIT = 180.0
@@ -98,14 +99,11 @@ class Worker:
 
     def _start(self) -> None:
         mine, its = os.pipe()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
-        environment = dict(os.environ)
+        self._log = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (closed in close)
+        environment = device.child_environment(self._arch)
         root = str(Path(__file__).parents[1])
         paths = [root, os.getcwd(), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        if self._arch:
-            environment["TKERNELS_DEVICE"] = f"compile:{self._arch}"
-            environment.pop("TRITON_INTERPRET", None)  # set by this process where it interprets
         imports = [word for name in self._modules for word in ("--import", name)]
         try:
             self._child = subprocess.Popen(
@@ -125,7 +123,8 @@ class Worker:
         finally:
             os.close(its)
         self._answers, self._rest = mine, b""
-        self._open_task()
+        if self._task is not None:
+            self._open_task()
 
     def _open_task(self) -> None:
         assert self._task is not None
@@ -137,6 +136,7 @@ class Worker:
         assert child is not None
         assert child.stdin is not None
         deadline = time.monotonic() + limit
+        self._log.truncate(0)  # what it prints from here on may be its last words
         try:
             child.stdin.write(json.dumps(request).encode() + b"\n")
             child.stdin.flush()

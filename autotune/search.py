@@ -73,6 +73,7 @@ class Search:
         self.budget = budget
         self.rejected: Counter[str] = Counter()  # reasons of illegal points, as the formula gives
         self._priors = list(priors)
+        self._again = self._default_again(study)
         self._parameters = Parameters(space, why_illegal)
         self._random = random.Random(seed)
         self._sampler = sampler
@@ -81,6 +82,13 @@ class Search:
         self._stopped = False
         self.exhausted = False  # every legal point that the search would try has been tried
         self._all = self._points_to_exhaust(core or space, sampler)
+
+    @staticmethod
+    def _default_again(study: optuna.Study) -> set[str]:
+        """Label of the default, where it failed before: without it there is no comparison."""
+        label = label_of(study.user_attrs.get("default_config", {}))
+        before = store.known(study).get(label)
+        return {label} if before is not None and not before[1].ok else set()
 
     def _points_to_exhaust(self, core: Space, sampler: str) -> list[Config] | None:
         if sampler not in ("auto", "exhaustive"):
@@ -92,7 +100,10 @@ class Search:
 
     def known(self) -> dict[str, tuple[Config, Answer]]:
         """Everything that was tried, by label of the config; also by other processes."""
-        return store.known(self.study)
+        table = store.known(self.study)
+        for label in self._again:
+            table.pop(label, None)
+        return table
 
     def best(self) -> tuple[Config, float] | None:
         """The fastest config that was timed to the end."""
@@ -129,6 +140,7 @@ class Search:
                 trial, config, origin = self._ask(proposed)
                 why = self._why_not(trial, config)
                 if why is None:
+                    self._again.discard(label_of(config))
                     trial.set_user_attr("config", config)
                     trial.set_user_attr("origin", origin)
                     return Proposal(trial, config, origin)
@@ -138,12 +150,12 @@ class Search:
     def tell(self, proposal: Proposal, answer: Answer) -> None:
         """Keep what came of a proposal."""
         trial = proposal.trial
-        for name in ("kind", "message", "ms"):
-            if getattr(answer, name) not in (None, ""):
-                trial.set_user_attr(name, getattr(answer, name))
-        if answer.facts:
-            trial.set_user_attr("facts", dict(answer.facts))
         try:
+            for name in ("kind", "message", "ms"):
+                if getattr(answer, name) not in (None, ""):
+                    trial.set_user_attr(name, getattr(answer, name))
+            if answer.facts:
+                trial.set_user_attr("facts", dict(answer.facts))
             if answer.ok and "stopped_at" not in answer.facts:
                 self.study.tell(trial, answer.ms)
             else:  # samplers learn from a pruned trial that here is nothing; of a failed one not

@@ -15,6 +15,7 @@ import hashlib
 import os
 import socket
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,14 @@ def _database(url: str) -> BaseStorage:
     if url.startswith(("postgresql://", "postgres://")):
         url = "postgresql+psycopg://" + url.split("://", 1)[1]
     try:
-        return RDBStorage(
-            url,
-            heartbeat_interval=_BEAT_S,
-            grace_period=_GRACE_S,
-            engine_kwargs={"pool_pre_ping": True},
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return RDBStorage(
+                url,
+                heartbeat_interval=_BEAT_S,
+                grace_period=_GRACE_S,
+                engine_kwargs={"pool_pre_ping": True},
+            )
     except ImportError as error:
         raise ValueError(
             f"autotune: --storage {shown} needs a driver, got {error}; pip install "
@@ -309,7 +312,7 @@ def known(study: optuna.Study) -> dict[str, tuple[Config, Answer]]:
         answer = answer_of(trial)
         if answer is not None:
             config = trial.user_attrs["config"]
-            table.setdefault(label_of(config), (config, answer))
+            table[label_of(config)] = config, answer  # the latest, where one was tried again
     return table
 
 

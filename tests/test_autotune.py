@@ -1,81 +1,182 @@
-"""The tuner: a tiny search end to end, wrong and failing configs, files that the lookup finds."""
+"""``python -m autotune`` end to end: on the interpreter, with planted faults, refusals."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
-import multiprocessing
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tkernels import config, device
 from tkernels.registry import get
 
 pytest.importorskip("optuna", reason="the tuner needs optuna (tkernels[tune])")
 
-from autotune import export, search
+from autotune import store
 from autotune.__main__ import main
 
 SPEC = get("rms_norm")
 CASE = SPEC.cases[0]
+ROOT = Path(__file__).parents[1]
+PLANTED = ["--kernel", "planted", "--import", "planted"]
+LIMITS = ["--trial-timeout", "5", "--compile-timeout", "5"]
+on_interpreter = pytest.mark.skipif(
+    device.KIND != "cpu", reason="tunes with the interpreter; this machine has a device"
+)
 
 
-def no_words(line: str) -> None:
-    raise AssertionError(f"nothing was to be said, got: {line}")
+COMMAND = [sys.executable, "-m", "autotune", "--arch", "interpret"]
+PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PATHS, "TKERNELS_DEVICE": "cpu"}
 
 
-def test_finds_a_legal_config() -> None:
-    outcome = search.tune(SPEC, CASE, trials=4, seed=0, said=no_words)
-    assert SPEC.why_illegal(outcome.config, CASE.problem, device.current()) is None
-    assert outcome.tally.measured == 4
-    assert outcome.key == SPEC.tuning_key(CASE.problem)
-    assert 0 < outcome.ms <= outcome.default_ms
+def autotune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True
+    )
 
 
-def test_wrong_or_failing_configs_never_win() -> None:
-    """Only the default is right here: others are off by 1, or do not launch."""
-    default = SPEC.default_config(CASE.problem, device.current())
-
-    def launch(x: torch.Tensor, weight: torch.Tensor, *, eps: float, config: Any) -> torch.Tensor:
-        if config["num_warps"] != default["num_warps"]:
-            raise RuntimeError("out of resource: shared memory")
-        return SPEC.reference(x, weight, eps=eps) + (config != default)
-
-    lines: list[str] = []
-    liar = dataclasses.replace(SPEC, launch=launch)
-    outcome = search.tune(liar, CASE, trials=12, seed=0, said=lines.append)
-    assert outcome.config == default
-    assert outcome.tally.measured == 1
-    assert outcome.tally.failed > 0
-    assert len(outcome.tally.wrong) > 0
-    assert any(line.startswith("WRONG rms_norm") for line in lines)
-    assert any("out of resource: shared memory" in line for line in lines)
+def started(folder: Path, *arguments: str, trials_first: int) -> subprocess.Popen[str]:
+    """A tuner in the background that has tried some configs already."""
+    tuner = subprocess.Popen(
+        [*COMMAND, *arguments], cwd=folder, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while len(trials(folder)) < trials_first:
+        assert time.monotonic() < deadline
+        assert tuner.poll() is None
+        time.sleep(0.1)
+    return tuner
 
 
-def test_exported_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    default = SPEC.default_config(CASE.problem, device.current())
-    chosen = {**default, "programs_per_core": 4}
-    key = SPEC.tuning_key(CASE.problem)
-    other = {**key, "n_cols": key["n_cols"] + 1}
-    outcomes = [
-        search.Outcome(CASE.name, k, chosen, 0.5, 1.0, search.Tally(measured=3))
-        for k in (key, other)
-    ]
-    export.write(tmp_path, SPEC.name, outcomes[1:])
-    path = export.write(tmp_path, SPEC.name, outcomes[:1])
-    assert [e["key"] for e in json.loads(path.read_text())["entries"]] == [key, other]
-    monkeypatch.setenv("TKERNELS_CONFIG_DIR", str(tmp_path))
+def trials(folder: Path) -> list[Any]:
+    if not (folder / ".autotune").exists():
+        return []
+    studies = store.all_studies(store.open_storage(str(folder / ".autotune")))
+    return [t for s in studies for t in s.get_trials(deepcopy=False) if "kind" in t.user_attrs]
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+# ---- faults ------------------------------------------------------------------------------------
+
+
+@on_interpreter
+def test_planted_faults_are_told_and_never_win(tmp_path: Path) -> None:
+    """Wrong values, a hang, an abort, no memory...: the study goes on and the fast one wins."""
+    done = autotune(tmp_path, *PLANTED, *LIMITS, "--json", "--export", "tuned", "--force")
+    assert done.returncode == 1, done.stderr  # something computed wrong values
+    [row] = [json.loads(line) for line in done.stdout.splitlines()]
+    assert row["config"] == {"HOW": "fast"}
+    assert row["gain"] > 1.5
+    assert row["failures"] == {
+        "wrong": 3,
+        "hung": 1,
+        "crashed": 1,
+        "out of memory": 2,
+        "does not run": 2,
+    }
+    assert [line.split("'")[3] for line in row["wrong"]] == ["wrong", "partial", "outside"]
+    for words in (
+        "WRONG: planted with {'HOW': 'wrong'}: out: largest relative error",
+        "WRONG: planted with {'HOW': 'partial'}: out: NaN or infinity in the wrong places",
+        "WRONG: planted with {'HOW': 'outside'}: out, beside it: 1 elements outside the tensor",
+        "hung: planted with {'HOW': 'hang'}: compile took longer than 5 s",
+        "crashed: planted with {'HOW': 'abort'}: signal SIGABRT",
+        "out of memory: planted with {'HOW': 'killed'}: the system killed it",
+        "out of memory: planted with {'HOW': 'memory'}: RuntimeError: ",
+    ):
+        assert words in done.stderr, done.stderr
+    [entry] = json.loads((tmp_path / "tuned/interpret/planted.json").read_text())["entries"]
+    assert entry["config"] == {"HOW": "fast"}
+    assert entry["measured"]["case"] == "n-5"
+
+    again = autotune(tmp_path, *PLANTED, "--json")  # tries nothing, and tells the same
+    assert json.loads(again.stdout)["trials"] == row["trials"]
+    assert "WRONG" not in again.stderr
+    assert len(trials(tmp_path)) == row["trials"]
+
+
+@on_interpreter
+def test_a_tuner_that_was_killed_goes_on(tmp_path: Path) -> None:
+    """SIGKILL in the middle of a hanging config; --resume finishes, without what is known."""
+    tuner = started(tmp_path, *PLANTED, trials_first=6)
+    [worker] = children_of(tuner.pid)
+    os.kill(tuner.pid, signal.SIGKILL)
+    tuner.wait()
+    before = len(trials(tmp_path))
+    assert 6 <= before < 12
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{worker}").exists():  # it hangs in its config, and goes with its tuner
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    resumed = ["--resume", "--import", "planted", "--json", *LIMITS]
+    done = autotune(tmp_path, *resumed)
+    assert json.loads(done.stdout)["config"] == {"HOW": "fast"}
+    assert f"goes on after {before} configs" in done.stderr
+    lost = [t for t in trials(tmp_path) if t.user_attrs.get("message") == "its tuner was killed"]
+    assert len(lost) <= 1
+    assert "no search for interpret was interrupted" in autotune(tmp_path, *resumed).stderr
+
+
+@on_interpreter
+def test_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
+    tuner = started(tmp_path, *PLANTED, trials_first=3)
+    os.kill(tuner.pid, signal.SIGINT)
+    assert tuner.wait(timeout=20) == 130
+    assert tuner.stderr is not None
+    assert tuner.stderr.read().splitlines()[-1] == (
+        "autotune: stopped; all that was measured is kept, and the same command goes on"
+    )
+    assert len(trials(tmp_path)) >= 3
+
+
+# ---- a real kernel -----------------------------------------------------------------------------
+
+
+@on_interpreter
+def test_tunes_a_kernel_and_the_lookup_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--kernel", "rms_norm", "--arch", "interpret", "--case", CASE.name, "--trials"]
+    assert main([*arguments, "3", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["trials"], row["key"]) == (3, SPEC.tuning_key(CASE.problem))
+    assert SPEC.why_illegal(row["config"], CASE.problem, device.current()) is None
+    assert row["measured"]["device"] == device.current().name
+    # A larger budget goes on, the same one does nothing but export.
+    assert main([*arguments, "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trials"] == 4
+    assert main([*arguments, "4", "--export", "tuned", "--force"]) == 0
+    assert "(4 configs" in capsys.readouterr().out
+    monkeypatch.setenv("TKERNELS_CONFIG_DIR", str(tmp_path / "tuned"))
     config.reload()
     try:
-        assert config.explain(SPEC, CASE.problem) == (chosen, str(path))
+        path = Path("tuned/interpret/rms_norm.json")
+        [entry] = json.loads(path.read_text())["entries"]
+        assert config.explain(SPEC, CASE.problem) == (entry["config"], str(tmp_path / path))
     finally:
         monkeypatch.undo()
         config.reload()
-    assert not list(tmp_path.rglob("*.tmp"))
+
+
+# ---- refusals ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -83,91 +184,40 @@ def test_exported_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [
         (["--kernel", "nonsense"], "kernel must be one of .*rms_norm.*got 'nonsense'"),
         (["--kernel", "rms_norm", "--trials", "0"], "--trials must be 1 or more, got 0"),
+        (["--kernel", "rms_norm", "--timeout", "0"], "--timeout must be above 0, got 0.0"),
+        (["--kernel", "rms_norm", "--timeout", "nan"], "--timeout must be above 0, got nan"),
         (["--kernel", "rms_norm", "--case", "zzz"], "--case must be part of one of .*got 'zzz'"),
+        (["--kernel", "rms_norm", "--arch", "sm1"], "expected a compute capability of .*got sm1"),
+        (
+            ["--kernel", "rms_norm", "--arch", "tpu"],
+            "an architecture like sm90.*got 'tpu'",
+        ),
+        (["--kernel", "rms_norm", "--import", "no.such"], "--import must be a module, got no.such"),
+        (["--kernel", "rms_norm", "--python", "/no/python", "--arch", "sm90"], "Python must run"),
+        (["--kernel", "rms_norm", "--storage", "sqlite:///x"], "--storage must be a journal file"),
+        (["--merge", "nowhere"], "--merge needs --export DIR"),
+        ([], "expected --kernel, --resume, --status or --report, got none"),
     ],
 )
-def test_refusals(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.search(words, last), last
 
 
-def _outcome(n_cols: int) -> search.Outcome:
-    key = {**SPEC.tuning_key(CASE.problem), "n_cols": n_cols}
-    default = SPEC.default_config(CASE.problem, device.current())
-    return search.Outcome(CASE.name, key, default, 0.5, 1.0, search.Tally(measured=3))
-
-
-def _export(folder: Path, n_cols: int) -> None:
-    export.write(folder, SPEC.name, [_outcome(n_cols)])
-
-
-def test_processes_that_export_at_once_keep_each_others_entries(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=_export, args=(tmp_path, n)) for n in range(16)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    [path] = tmp_path.rglob("*.json")
-    stored = json.loads(path.read_text())["entries"]
-    assert sorted(e["key"]["n_cols"] for e in stored) == list(range(16))
-    assert not list(tmp_path.rglob("*.tmp"))
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{", "must be a tuned file"),
-        ("[]", "must be a tuned file"),
-        ("{}", "must be a tuned file"),
-        ('{"schema": 9, "entries": []}', "must have schema 1, got 9"),
-    ],
-)
-def test_a_file_that_is_not_tuned_is_not_overwritten(tmp_path: Path, text: str, words: str) -> None:
-    path = tmp_path / device.current().arch / f"{SPEC.name}.json"
-    path.parent.mkdir()
-    path.write_text(text)
-    with pytest.raises(ValueError, match=f"^autotune: .*{words}"):
-        export.check_writable(tmp_path, [SPEC.name])
-    with pytest.raises(ValueError, match=f"^autotune: .*{words}"):
-        _export(tmp_path, 1)
-    assert path.read_text() == text
-
-
-def test_export_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"--export must be a writable folder, got .*Not a dir"):
-        export.check_writable(tmp_path / "file", [SPEC.name])
-    with pytest.raises(ValueError, match=r"--export must be a writable folder, got .*Not a dir"):
-        _export(tmp_path / "file", 1)
-
-
-def test_interrupt_ends_all_cases_and_keeps_what_was_found(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    calls = 0
-
-    def measure(*args: Any) -> float:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-        args[3].measured += 1
-        return float(calls)
-
-    monkeypatch.setattr(search, "_measure", measure)
-    assert main(["--kernel", "rms_norm", "--trials", "5"]) == 130
-    printed = capsys.readouterr()
-    assert printed.out.count("rms_norm ") == 1  # the first case alone, with two configs
-    assert "2 measured" in printed.out
-    assert "stopped after 2 configs" in printed.err
-
-
-@pytest.mark.skipif(device.KIND != "cpu", reason="the interpreter's refusal, not a device's")
+@on_interpreter
 def test_interpreter_times_are_not_exported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--kernel", "rms_norm", "--export", str(tmp_path)]) == 2
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--kernel", "rms_norm", "--arch", "interpret", "--export", "tuned"]
+    assert main(arguments) == 2
     assert "--export needs an accelerator" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,309 @@
+"""Trials and tuned files survive what happens to the processes that write them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("optuna", reason="the tuner needs optuna (tkernels[tune])")
+
+from autotune import export, store
+from autotune.records import Answer, Outcome, Task, label_of
+from autotune.search import Budget, Search, new_sampler
+from tkernels import config, device
+from tkernels.registry import get
+
+SPEC = get("rms_norm")
+CASE = SPEC.cases[0]
+DEFAULT = {"A": 0, "B": 0}
+SPACE = {"A": list(range(40)), "B": list(range(40))}
+TASK = Task("rms_norm", "case", {"n": 1}, {"n": 1}, "sm90")
+FORK = multiprocessing.get_context("fork")
+
+
+def outcome(key: dict[str, Any], config: dict[str, Any] | None = None, ms: float = 0.5) -> Outcome:
+    measured = {"device": "card", "num_cores": 132, "memory_gib": 80, "date": "2026-01-02"}
+    return Outcome(
+        task=Task(SPEC.name, CASE.name, CASE.problem, key, device.current().arch),
+        config=config or SPEC.default_config(CASE.problem, device.current()),
+        ms=ms,
+        default_config={},
+        default_ms=1.0,
+        trials=3,
+        failures={},
+        wrong=(),
+        measured=measured,
+        estimate=None,
+    )
+
+
+def search_in(where: Path, trials: int, seed: int = 0) -> Search:
+    storage = store.open_storage(str(where))
+    study = store.open_study(storage, TASK, {"hash": "h"}, DEFAULT, new_sampler(seed))
+    return Search(
+        study, SPACE, lambda c: None, [(DEFAULT, "default")], Budget(trials), sampler="random",
+        seed=seed,
+    )  # fmt: skip
+
+
+def tune_until_killed(where: Path, tuned: Path, seed: int) -> None:
+    """A tuner that tries configs as fast as it can and exports after each."""
+    search = search_in(where, 10_000, seed)
+    while (proposal := search.next()) is not None:
+        search.tell(proposal, Answer("ok", ms=1.0))
+        export.write(tuned, outcome({"n_cols": proposal.trial.number % 50}))
+
+
+def test_kills_lose_the_running_trial_at_most(tmp_path: Path) -> None:
+    """Twenty kills at any moment: every trial told before is there, no file is torn."""
+    rng = random.Random(0)
+    before = 0
+    for seed in range(20):
+        child = FORK.Process(target=tune_until_killed, args=(tmp_path, tmp_path / "tuned", seed))
+        child.start()
+        time.sleep(0.05 + rng.random() * 0.35)
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        search = search_in(tmp_path, 1)  # opens, mends, reaps
+        states = [t.state.name for t in search.study.get_trials(deepcopy=False)]
+        assert "RUNNING" not in states
+        assert states.count("FAIL") <= seed + 1
+        assert len(search.known()) >= before
+        before = len(search.known())
+        for file in (tmp_path / "tuned").glob("*/*.json"):
+            assert json.loads(file.read_text())["schema"] == config.SCHEMA
+    assert before > 20
+    # Each trial had its own config, and what was lost may be tried again.
+    told = [t for t in search.study.get_trials(deepcopy=False) if t.state.name == "COMPLETE"]
+    assert len({label_of(t.user_attrs["config"]) for t in told}) == len(told) == before
+
+
+def test_a_torn_line_is_cut_off(tmp_path: Path) -> None:
+    search = search_in(tmp_path, 3)
+    proposal = search.next()
+    assert proposal is not None
+    search.tell(proposal, Answer("ok", ms=1.0))
+    journal = tmp_path / store.JOURNAL
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + b'{"op_code": 4, "study_id": 0, "par')
+    assert len(search_in(tmp_path, 3).known()) == 1
+    assert journal.read_bytes().startswith(whole)
+    for line in journal.read_bytes().splitlines():
+        json.loads(line)
+
+
+def test_only_trials_whose_owner_is_gone_are_failed(tmp_path: Path) -> None:
+    search = search_in(tmp_path, 5)
+    mine = search.next()
+    assert mine is not None
+    assert store.reap(search.study) == 0
+
+    def take() -> None:
+        search_in(tmp_path, 5, seed=1).next()
+
+    child = FORK.Process(target=take)
+    child.start()
+    child.join()
+    assert store.reap(search.study) == 1
+    search.tell(mine, Answer("ok", ms=1.0))
+    assert len(search.known()) == 1
+
+
+def test_a_pid_that_was_used_again_is_no_owner(tmp_path: Path) -> None:
+    search = search_in(tmp_path, 5)
+    mine = search.next()
+    assert mine is not None
+    mine.trial.set_user_attr("owner", {**store.owner(), "started": "12345"})
+    assert store.reap(search.study) == 1
+    search.tell(mine, Answer("ok", ms=1.0))  # too late, and no error
+
+
+def test_studies_of_other_kernels_or_cards_are_apart() -> None:
+    one = store.study_name(TASK, {"kernel_hash": "a", "device": "x"})
+    assert one != store.study_name(TASK, {"kernel_hash": "b", "device": "x"})
+    assert one != store.study_name(TASK, {"kernel_hash": "a", "device": "y"})
+    assert one == store.study_name(TASK, {"device": "x", "kernel_hash": "a"})
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        (
+            "sqlite:///trials.db",
+            "must be a journal file or a database server, got sqlite:///trials.db",
+        ),
+        ("nonsense://host/db", "must be a database that answers, got nonsense://host/db"),
+        (
+            "postgresql://me:secret@127.0.0.1:1/db",
+            r"must be a database that answers, got postgresql://me@127.0.0.1:1/db: .*refused",
+        ),
+        ("{tmp}/file/journal.log", "must be a writable file or folder, got .*File exists"),
+        ("{tmp}/other.log", "must be a journal of Optuna, got .*other.log, which does not read"),
+    ],
+)
+def test_storage_that_cannot_be_used(where: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "other.log").write_text('{"a": 1}\n')
+    with pytest.raises(ValueError, match=f"^autotune: --storage {words}") as caught:
+        store.open_storage(where.format(tmp=tmp_path))
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_read_only_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    folder = Path("/sys/kernel") if os.geteuid() == 0 else tmp_path  # root may write elsewhere
+    with pytest.raises(ValueError, match="--storage must be a writable file or folder"):
+        store.open_storage(str(folder / "trials"))
+    with pytest.raises(ValueError, match="--export must be a writable folder"):
+        export.check_writable(folder, ["rms_norm"], "sm90")
+
+
+# ---- tuned files -------------------------------------------------------------------------------
+
+
+def test_an_exported_entry_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    default = SPEC.default_config(CASE.problem, device.current())
+    chosen = {**default, "programs_per_core": 4}
+    key = SPEC.tuning_key(CASE.problem)
+    other = {**key, "n_cols": key["n_cols"] + 1}
+    export.write(tmp_path, outcome(other, chosen))
+    path = export.write(tmp_path, outcome(key, chosen))
+    stored = json.loads(path.read_text())
+    assert [entry["key"] for entry in stored["entries"]] == [key, other]
+    monkeypatch.setenv("TKERNELS_CONFIG_DIR", str(tmp_path))
+    config.reload()
+    try:
+        assert config.explain(SPEC, CASE.problem) == (chosen, str(path))
+    finally:
+        monkeypatch.undo()
+        config.reload()
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def write_one(folder: Path, n: int) -> None:
+    export.write(folder, outcome({"n_cols": n}))
+
+
+def test_processes_that_export_at_once_keep_each_others_entries(tmp_path: Path) -> None:
+    workers = [FORK.Process(target=write_one, args=(tmp_path, n)) for n in range(16)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    [path] = tmp_path.rglob("*.json")
+    stored = json.loads(path.read_text())["entries"]
+    assert sorted(e["key"]["n_cols"] for e in stored) == list(range(16))
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "must be a tuned file"),
+        ("[]", "must be a tuned file"),
+        ("{}", "must be a tuned file"),
+        ('{"schema": 9, "entries": []}', "must have schema 1, got 9"),
+    ],
+)
+def test_a_file_that_is_not_tuned_is_not_overwritten(tmp_path: Path, text: str, words: str) -> None:
+    arch = device.current().arch
+    path = tmp_path / arch / f"{SPEC.name}.json"
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"^autotune: .*{words}"):
+        export.check_writable(tmp_path, [SPEC.name], arch)
+    with pytest.raises(ValueError, match=f"^autotune: .*{words}"):
+        write_one(tmp_path, 1)
+    with pytest.raises(ValueError, match=f"^autotune: .*{words}"):
+        export.merge(tmp_path, tmp_path / "to")
+    assert path.read_text() == text
+
+
+def test_export_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    words = r"--export must be a writable folder, got .*Not a dir"
+    with pytest.raises(ValueError, match=words):
+        export.check_writable(tmp_path / "file", [SPEC.name], "sm90")
+    with pytest.raises(ValueError, match=words):
+        write_one(tmp_path / "file", 1)
+
+
+def entry(ms: float, **changes: Any) -> dict[str, Any]:
+    """A measured entry; ``case``, ``date`` and so on go among its facts."""
+    facts = {"case": "c", "num_cores": 132, "memory_gib": 80, "date": "2026-01-02"}
+    return {
+        "key": {"n": 1},
+        "config": changes.pop("config", {"A": 1}),
+        "ms": ms,
+        "default_ms": changes.pop("default_ms", 1.0),
+        "trials": 1,
+        "measured": {**facts, **changes},
+    }
+
+
+def estimated(us: float, **changes: Any) -> dict[str, Any]:
+    facts = {"us": us, "default_us": 9.0, "case": "c", "model": "m", "date": "2026-01-02"}
+    return {"key": {"n": 1}, "config": {"A": us}, "measured": False, "estimate": facts | changes}
+
+
+@pytest.mark.parametrize(
+    ("loser", "winner"),
+    [
+        (estimated(0.001, date="2027-01-01"), entry(5.0)),  # what was measured stays
+        (entry(0.5, config={"A": 2}), entry(0.4)),  # the faster one
+        (entry(0.4), entry(0.5, date="2026-02-01")),  # one config: what is newer
+        (entry(0.4, case="d", config={"A": 2}), entry(0.9, default_ms=3.0)),  # gains compare
+        (estimated(5.0), estimated(4.0)),
+        (estimated(1.0), estimated(4.0, model="n", date="2026-02-01")),  # models do not compare
+    ],
+)
+def test_the_better_entry_stays(loser: dict[str, Any], winner: dict[str, Any]) -> None:
+    assert export.better(loser, winner) is winner
+    assert export.better(winner, loser) is winner
+
+
+def test_exports_of_two_machines_are_merged(tmp_path: Path) -> None:
+    """The better one of one key and chip; another chip's beside it; estimates nowhere above."""
+    key, other = {"n_cols": 1}, {"n_cols": 2}
+    here, there = tmp_path / "here", tmp_path / "there"
+    export.write(here, outcome(key, {"A": 1}, ms=0.5))
+    export.write(here, outcome(other, {"A": 1}, ms=0.3))
+    export.write(there, outcome(key, {"A": 2}, ms=0.4))
+    export.write(there, outcome(other, {"A": 2}, ms=0.6))
+    small = outcome(key, {"A": 3}, ms=0.9)
+    small = dataclasses.replace(small, measured={**(small.measured or {}), "num_cores": 78})
+    export.write(there, small)
+    [path] = export.merge(there, here)
+    entries = json.loads(path.read_text())["entries"]
+    found = sorted(
+        (e["key"]["n_cols"], e["measured"]["num_cores"], e["config"]["A"]) for e in entries
+    )
+    assert found == [(1, 78, 3), (1, 132, 2), (2, 132, 1)]
+    guess = dataclasses.replace(outcome(key, {"A": 4}), measured=None, estimate={"model": "m"})
+    export.write(here, guess)
+    export.write(here, outcome({"n_cols": 3}, {"A": 5}))
+    found = [e["config"]["A"] for e in json.loads(path.read_text())["entries"]]
+    assert 5 in found
+    with pytest.raises(ValueError, match=r"--merge must be a folder with <arch>/<kernel>\.json"):
+        export.merge(tmp_path / "nowhere", here)
+
+
+def test_an_estimate_does_not_displace_a_measurement_on_export(tmp_path: Path) -> None:
+    measured = outcome({"n_cols": 1}, {"A": 1})
+    measured = dataclasses.replace(measured, measured={"date": "2026-01-01"})  # no chip told
+    export.write(tmp_path, measured)
+    guess = dataclasses.replace(measured, config={"A": 2}, measured=None, estimate={"model": "m"})
+    path = export.write(tmp_path, guess)
+    [kept] = json.loads(path.read_text())["entries"]
+    assert kept["config"] == {"A": 1}
