@@ -73,10 +73,13 @@ class Worker:
         """The worker's answer; raises ``WorkerError`` where there is none, or a bad one."""
         if self._child is None:
             self._start()
-        if what not in ("estimate", "compilers", "health") and not self._laid_out:
-            self._send({"do": "lay_out"}, START_LIMIT)
-            self._laid_out = True
         return self._send({"do": what, **request}, limit or self._limit)
+
+    def lay_out(self) -> None:
+        """Make the inputs and what is right for them, if that is not done. It uses the device."""
+        if self._child is None or not self._laid_out:
+            self.ask("lay_out", limit=START_LIMIT)
+            self._laid_out = True
 
     def close(self) -> None:
         """End the process; a later request starts another."""

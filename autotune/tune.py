@@ -18,6 +18,7 @@ from autotune.process import Worker, WorkerError, alone_on
 from autotune.records import Answer, Outcome, Task, decode, label_of
 from autotune.search import Budget, Proposal, Search
 from autotune.space import Space
+from tkernels import device
 from tkernels.device import Device
 from tkernels.registry import Config, KernelSpec
 
@@ -180,8 +181,10 @@ def try_config(worker: Worker, proposal: Proposal, searching: Search, setup: Set
         if setup.offline:
             got = worker.ask("estimate", config=config, limit=setup.compile_limit)
             return Answer("ok", ms=got["ms"], facts=got["facts"])
+        with alone_on(device.identity()):
+            worker.lay_out()
         compiled = worker.ask("compile", config=config, limit=setup.compile_limit)
-        with alone_on(setup.dev.name):
+        with alone_on(device.identity()):
             worker.ask("check", config=config)
             return _time(worker, proposal, searching, compiled["facts"])
     except WorkerError as failed:
@@ -261,7 +264,8 @@ def _duel(configs: list[Config], setup: Setup) -> tuple[list[Config], list[list[
     worker = setup.workers[0]
     while True:
         try:
-            with alone_on(setup.dev.name):
+            with alone_on(device.identity()):
+                worker.lay_out()
                 got = worker.ask(
                     "duel", configs=configs, rounds=choose.ROUNDS, limit=setup.compile_limit
                 )

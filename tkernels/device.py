@@ -384,11 +384,27 @@ def l2_bytes() -> int:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
 
 
+def child_environment(arch: str = "") -> dict[str, str]:
+    """Environment of a child process with this device, or one that compiles for ``arch``."""
+    environment = dict(os.environ)
+    if arch:
+        environment["TKERNELS_DEVICE"] = f"compile:{arch}"
+        environment.pop("TRITON_INTERPRET", None)  # this process may have set it for itself
+    return environment
+
+
 def host_cores() -> int:
     """Processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def identity() -> str:
+    """Text that tells this device from the others of this host."""
+    if KIND != "cuda" or _COMPILE_ARCH:
+        return f"{current().name} {0 if tensor_device().type == 'cpu' else current_index()}"
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def memory_bytes() -> int:
