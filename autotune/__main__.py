@@ -251,6 +251,12 @@ def _tasks(
         ]
         if not tasks:
             print(f"autotune: no search for {target.arch} was interrupted", file=sys.stderr)
+    elif options.shape:
+        tasks = problems.shape_tasks(specs, options.shape, target.arch)
+    elif options.model is not None:
+        batches, contexts = _numbers(options, "batch"), _numbers(options, "context")
+        path = Path(options.model)
+        tasks = problems.model_tasks(specs, path, batches, contexts, target.arch)
     else:
         tasks = [task for spec in specs for task in problems.bench_tasks(spec, target.arch)]
     chosen = [task for task in tasks if options.case in task.case]
@@ -258,6 +264,16 @@ def _tasks(
         names_ = ", ".join(task.case for task in tasks)
         raise ValueError(f"autotune: --case must be part of one of {names_}, got {options.case!r}")
     return chosen
+
+
+def _numbers(options: argparse.Namespace, name: str) -> list[int]:
+    words = str(getattr(options, name)).split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise ValueError(
+            f"autotune: --{name} must be whole numbers above 0 with commas between, got "
+            f"{getattr(options, name)!r}"
+        )
+    return sorted(int(word) for word in words)
 
 
 # ---- tuning --------------------------------------------------------------------------------------

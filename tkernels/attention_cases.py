@@ -56,6 +56,32 @@ def paged_problem(
     }
 
 
+def paged_shape(
+    *,
+    batch: int,
+    context: int,
+    query: int = 1,
+    num_heads: int = 32,
+    num_kv_heads: int = 8,
+    head_dim: int = 128,
+    block_size: int = 16,
+    window: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Problem:
+    """Problem of ``batch`` sequences of ``context`` tokens, the last ``query`` of them new."""
+    if query > context:
+        raise ValueError(f"paged_attn: query must be at most context={context}, got {query}")
+    return paged_problem(
+        [context] * batch,
+        f"{num_heads}/{num_kv_heads}x{head_dim}",
+        dtype,
+        q_lens=None if query == 1 else [query] * batch,
+        block_size=block_size,
+        window=window or None,
+        poison=False,
+    )
+
+
 def paged_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
     """Seeded arguments; the blocks of the pool are dealt to the sequences in random order."""
     p, q_lens, block_size = problem, problem["q_lens"], problem["block_size"]

@@ -58,6 +58,24 @@ def flash_problem(
     }
 
 
+def flash_shape(
+    *,
+    batch: int,
+    seqlen: int,
+    seqlen_k: int = 0,
+    num_heads: int = 32,
+    num_kv_heads: int = 8,
+    head_dim: int = 128,
+    causal: bool = True,
+    window: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Problem:
+    """Problem of ``batch`` sequences of ``seqlen`` queries; 0: as many keys, no window."""
+    heads = f"{num_heads}/{num_kv_heads}x{head_dim}"
+    keys, seen = seqlen_k or None, window or None
+    return flash_problem(batch, seqlen, heads, dtype, seqlen_k=keys, causal=causal, window=seen)
+
+
 def flash_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
     """Seeded arguments of ``flash_attn`` for ``problem``."""
     generator = torch.Generator(dev).manual_seed(0)

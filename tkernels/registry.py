@@ -13,6 +13,7 @@ where nobody asked.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib
 import inspect
@@ -77,6 +78,7 @@ class KernelSpec:
     providers: Callable[[dict[str, Any]], dict[str, Callable[[], Any]]] | None = (
         None  # peers, for bench
     )
+    shape: Callable[..., Problem] | None = None  # a problem of named sizes: autotune --shape
     tolerance: float = 1.0  # factor on testing.TOLERANCE, with the reason beside it
     scalar_loop_reason: str = (
         ""  # why an element-by-element loop on Ascend is accepted; "" = it is not
@@ -107,8 +109,10 @@ def get(name: str) -> KernelSpec:
     """The spec called ``name``; loads its file if that has not happened yet."""
     specs = all_kernels() if name not in _SPECS else _SPECS
     if name not in specs:
+        near = difflib.get_close_matches(name, specs, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(
-            f"tkernels: kernel must be one of {', '.join(sorted(specs))}, got {name!r}"
+            f"tkernels: kernel must be one of {', '.join(sorted(specs))}, got {name!r}{hint}"
         )
     return specs[name]
 

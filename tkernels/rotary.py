@@ -201,6 +201,21 @@ def rotary_problem(
     }
 
 
+def rotary_shape(
+    *,
+    tokens: int,
+    num_heads: int = 32,
+    num_kv_heads: int = 8,
+    head_dim: int = 128,
+    rotary_dim: int = 0,
+    interleaved: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Problem:
+    """Problem of the heads of ``tokens`` tokens; a rotary_dim of 0 is the whole head."""
+    sizes = (tokens, num_heads, num_kv_heads, head_dim)
+    return rotary_problem(*sizes, dtype, rotary_dim=rotary_dim, interleaved=interleaved)
+
+
 def cases() -> tuple[Case, ...]:
     """Head sizes of Qwen3 and Llama (128, 64), Phi-2 (80, partial) and odd counts of heads."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

@@ -223,6 +223,11 @@ def row_problem(rows: int, cols: int, dtype: torch.dtype, *, outer: int = 1) -> 
     return {"n_outer": outer, "n_inner": rows, "n_cols": cols, "dtype": dtype}
 
 
+def norm_shape(*, tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
+    """Problem of a norm over the hidden size of ``tokens`` tokens."""
+    return row_problem(tokens, hidden, dtype)
+
+
 def row_tuning_key(problem: Problem) -> dict[str, Any]:
     """Columns, bytes an element, and the row count bucketed to powers of four."""
     n_rows = problem["n_outer"] * problem["n_inner"]

@@ -293,6 +293,18 @@ def append_problem(
     }
 
 
+def _shape(
+    *,
+    tokens: int,
+    num_kv_heads: int = 8,
+    head_dim: int = 128,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Problem:
+    """Keys and values of ``tokens`` new tokens."""
+    return append_problem(tokens, num_kv_heads, head_dim, dtype, block_size=block_size)
+
+
 def _make_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
     """k and v as views of a packed qkv, a half-full pool of random values, shuffled slots."""
     tokens, heads, dim = problem["n_tokens"], problem["num_kv_heads"], problem["head_dim"]
@@ -455,5 +467,6 @@ SPEC = register(
         cost=_cost,
         mutates=("k_cache", "v_cache"),
         providers=_providers,
+        shape=_shape,
     )
 )

@@ -32,7 +32,13 @@ from tkernels import attention, check, device, flash_attn_hopper
 from tkernels.check import check_dtype, check_no_overlap, check_tensor, describe, new_output
 from tkernels.config import planned, resolve
 from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
-from tkernels.flash_attn_cases import FLASH_CASES, flash_cost, flash_inputs, flash_peers
+from tkernels.flash_attn_cases import (
+    FLASH_CASES,
+    flash_cost,
+    flash_inputs,
+    flash_peers,
+    flash_shape,
+)
 from tkernels.registry import Config, KernelSpec, Problem, op, register
 
 _OP = "flash_attn"
@@ -802,6 +808,7 @@ SPEC = register(
         cost=flash_cost,
         outputs=("out",),
         providers=flash_peers,
+        shape=flash_shape,
         # Weights are rounded to the dtype of the values before they meet, as in every fused
         # attention. The first rows of a causal problem, which few keys make, are far larger than
         # the root mean square of all, against which an element is judged.

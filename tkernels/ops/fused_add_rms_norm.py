@@ -275,5 +275,6 @@ SPEC = register(
         cost=_cost,
         outputs=("out", "residual_out"),
         providers=_providers,
+        shape=rows.norm_shape,
     )
 )

@@ -320,6 +320,13 @@ def _problem(
     }
 
 
+def _shape(
+    *, tokens: int, num_heads: int = 32, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16
+) -> Problem:
+    """Two results of attention for ``tokens`` tokens."""
+    return _problem((tokens, num_heads), head_dim, dtype, plain=True)
+
+
 def _make_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     (*tokens, n_heads), inputs = problem["leading"], {}
@@ -416,5 +423,6 @@ SPEC = register(
         cost=_cost,
         outputs=("out", "lse_out"),
         providers=_providers,
+        shape=_shape,
     )
 )

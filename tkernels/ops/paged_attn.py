@@ -31,7 +31,13 @@ from typing import Any
 import torch
 
 from tkernels import attention, check, device
-from tkernels.attention_cases import PAGED_CASES, paged_cost, paged_inputs, paged_peers
+from tkernels.attention_cases import (
+    PAGED_CASES,
+    paged_cost,
+    paged_inputs,
+    paged_peers,
+    paged_shape,
+)
 from tkernels.check import (
     check_dtype,
     check_last_contiguous,
@@ -870,5 +876,6 @@ SPEC = register(
         cost=paged_cost,
         outputs=("out",),
         providers=paged_peers,
+        shape=paged_shape,
     )
 )

@@ -217,5 +217,6 @@ SPEC = register(
         cost=_cost,
         outputs=("out",),
         providers=_providers,
+        shape=rows.norm_shape,
     )
 )

@@ -370,5 +370,6 @@ SPEC = register(
         cost=_cost,
         outputs=("q_out", "k_out"),
         providers=_providers,
+        shape=rotary.rotary_shape,
     )
 )

@@ -162,6 +162,11 @@ def _plan(
 _LIVE = 3  # fp32 values an element that are alive at once: gate, up, result
 
 
+def _shape(*, tokens: int, intermediate: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
+    """The activation of an MLP whose gate and up projection have ``intermediate`` columns each."""
+    return rows.row_problem(tokens, intermediate, dtype)
+
+
 def _make_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
     # Outer groups with a gap behind each, so that rows really need two strides.
     outer, gap = problem["n_outer"], 1 if problem["n_outer"] > 1 else 0
@@ -244,5 +249,6 @@ SPEC = register(
         cost=_cost,
         outputs=("out",),
         providers=_providers,
+        shape=_shape,
     )
 )
