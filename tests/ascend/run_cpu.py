@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 from tkernels.offline import Launch, variant_of
+from tkernels.offline_ascend import lower
 
 from .cpu_build import HostKernel, build
-from .lower import lower
 
 _PAGE = mmap.PAGESIZE
 _BAND = 16 * _PAGE

@@ -14,11 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tkernels import offline_ascend as bisheng
 from tkernels.offline import Variant
-
-from . import bisheng
-from .bisheng import Verdict
-from .lower import CHIP, scalar_memory_loops
+from tkernels.offline_ascend import CHIP, Verdict, scalar_memory_loops
 
 PATH = Path(__file__).with_name("table.json")
 FIGURES = ("ub", "l1", "l0c", "scalar_loops", "loops", "double_buffered")

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from tkernels import offline_ascend as bisheng
 from tkernels.device import tl, triton
 from tkernels.offline import record_launches, variant_of
+from tkernels.offline_ascend import LoweringError, lower, scalar_memory_loops
 from tkernels.testing import assert_close
 
-from . import bisheng, table
+from . import table
 from .cpu_build import BuildError, build
-from .lower import LoweringError, lower, scalar_memory_loops
 from .run_cpu import ExecutionError, execute
 
 

@@ -16,12 +16,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tkernels import device
+from tkernels import offline_ascend as bisheng
 from tkernels.flash_attn_cases import flash_problem
 from tkernels.offline import record_launches, variant_of
+from tkernels.offline_ascend import lower, scalar_memory_loops
 from tkernels.ops.flash_attn import SPEC
-
-from . import bisheng
-from .lower import lower, scalar_memory_loops
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = ((200, 300), (500, 500))

@@ -16,14 +16,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tkernels import device
+from tkernels import offline_ascend as bisheng
 from tkernels.offline import Variant, record_launches, variant_of
+from tkernels.offline_ascend import Verdict, lower, scalar_memory_loops
 from tkernels.registry import Case, KernelSpec, all_kernels
 from tkernels.testing import assert_right, clone_inputs, guarded, tensors_of
 
-from . import bisheng, table
-from .bisheng import Verdict
+from . import table
 from .cpu_build import build
-from .lower import lower, scalar_memory_loops
 from .run_cpu import execute
 
 SPECS = all_kernels()

@@ -15,13 +15,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tkernels import device
+from tkernels import offline_ascend as bisheng
 from tkernels.attention_cases import paged_problem
 from tkernels.device import tl, triton
 from tkernels.offline import Launch, record_launches, variant_of
+from tkernels.offline_ascend import lower, scalar_memory_loops
 from tkernels.ops.paged_attn import SPEC
-
-from . import bisheng
-from .lower import lower, scalar_memory_loops
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PIPELINED_LOOPS = 7  # of one loop over pages; written as one, and not pipelined, it is 2

@@ -1,7 +1,9 @@
-"""Ask Huawei's own compiler whether it takes a lowered kernel, and what it puts where on the chip.
+"""Compile a recorded launch for Ascend, with no NPU and no CANN, as far as that goes.
 
-``bishengir-compile`` of the ``ascendnpu-ir`` package runs its whole pipeline (tiling, memory plan,
-synchronisation) and stops where it would start ``hivmc``, the assembler, which only CANN has.
+``lower`` takes it to linalg with triton-ascend. ``check`` asks Huawei's own compiler whether it
+takes that, and what it puts where on the chip: ``bishengir-compile`` (package ``ascendnpu-ir``) runs
+its whole pipeline (tiling, memory plan, synchronisation) and stops where it would start ``hivmc``,
+the assembler, which only CANN has. Needs both packages; importing this file needs none.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -17,10 +21,81 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
+from tkernels.device import ascend_facts
 from tkernels.offline import Variant
 
-from .lower import CHIP, first_error
+CHIP = ascend_facts().name
+
+# ---- triton-ascend: Python to linalg ----------------------------------------------------------
+
+
+class LoweringError(RuntimeError):
+    """triton-ascend does not take the kernel; the message is the compiler's."""
+
+
+def _known_options() -> set[str]:
+    ascend = importlib.import_module("triton.backends.ascend.compiler")
+    return {field.name for field in dataclasses.fields(ascend.NPUOptions)}
+
+
+@functools.cache
+def lower(variant: Variant) -> str:
+    """The linalg text of ``variant``, the last stage before Huawei's compiler takes over."""
+    options = dict(variant.options)
+    if unknown := set(options) - _known_options():
+        raise LoweringError(
+            f"{variant.fn.__name__}: launch keyword {', '.join(sorted(unknown))} is neither a "
+            "parameter of the kernel nor an option of triton-ascend"
+        )
+    try:
+        return _lower(variant, options)
+    except subprocess.CalledProcessError as error:  # triton-adapter-opt refused or crashed
+        text = (error.stderr or b"").decode(errors="replace").strip()
+        raise LoweringError(
+            f"{variant.fn.__name__}: triton-adapter-opt ended with status {error.returncode}: "
+            f"{first_error(text)}"
+        ) from None
+    except Exception as error:  # raised by the front end while it reads the kernel's source
+        raise LoweringError(f"{variant.fn.__name__}: {type(error).__name__}: {error}") from error
+
+
+def _lower(variant: Variant, options: dict[str, Any]) -> str:
+    """Python source -> ttir -> linalg, in the steps that triton.compile takes."""
+    ascend = importlib.import_module("triton.backends.ascend.compiler")
+    compiler = importlib.import_module("triton.compiler")
+    ir = importlib.import_module("triton._C.libtriton").ir
+    target = importlib.import_module("triton.backends.compiler").GPUTarget(
+        ascend_facts().type, CHIP, 0
+    )
+    backend = ascend.AscendBackend(target)
+    parsed = backend.parse_options(dict(options))
+    # 3.2 pairs the signature with the parameters by position, so constants must not be in it.
+    source = compiler.ASTSource(variant.fn, dict(variant.signature), dict(variant.constants))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    metadata = {"hash": "tests-ascend", "target": target, **parsed.__dict__}
+    module = source.make_ir(
+        parsed, backend.get_codegen_implementation(), backend.get_module_map(), context
+    )
+    module = ascend.make_ttir(module, metadata, parsed)
+    return str(ascend.ttir_to_linalg(module, metadata, parsed, named_ops=True))
+
+
+def first_error(log: str) -> str:
+    """The lines of a compiler log that say what went wrong (its end, where none is marked)."""
+    lines = [line for line in log.splitlines() if re.search(r"error:|Assertion", line)]
+    return " | ".join(lines[:3]) or log[-300:] or "no message"
+
+
+def scalar_memory_loops(linalg: str) -> int:
+    """Loops that load or store one element at a time, as triton-ascend marks them."""
+    return linalg.count("{ExtractedLoadOrStore}")
+
+
+# ---- Huawei's compiler: linalg to what the assembler would get ---------------------------------
 
 # Launch option of triton-ascend -> flag of the compiler, as triton-ascend's backend maps them.
 _FLAGS = {
@@ -176,3 +251,8 @@ def scalar_loops(hivm: str) -> int:
         if text.endswith("{"):
             open_blocks.append(number if re.search(r"\bscf\.(?:for|while)\b", text) else -1)
     return len(found)
+
+
+def compilers() -> dict[str, str]:
+    """Versions of the two packages."""
+    return {name: importlib.metadata.version(name) for name in ("triton-ascend", "ascendnpu-ir")}
