@@ -189,9 +189,11 @@ def _unlikeness(entry: dict[str, Any]) -> float:
     return sum(abs(math.log2(max(own[n], 1) / max(chip[n], 1))) for n in chip)
 
 
-def why_unusable(spec: KernelSpec, config: Any, problem: Problem) -> str | None:
-    """Reason why ``config`` cannot serve ``problem`` here, unknown or missing keys included."""
-    dev = device.current()
+def why_unusable(
+    spec: KernelSpec, config: Any, problem: Problem, dev: device.Device | None = None
+) -> str | None:
+    """Why ``config`` cannot serve ``problem`` on ``dev`` (default: here), keys included."""
+    dev = dev or device.current()
     if not isinstance(config, dict):
         return f"expected a dict, got {type(config).__name__}"
     if odd := [n for n, v in config.items() if not isinstance(v, int | str | bool)]:
