@@ -31,7 +31,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--kernel", default="all", metavar="NAME", help="one kernel, or all (default)")
     add("--case", default="", metavar="SUBSTRING", help="only cases whose name contains this")
-    add("--providers", metavar="A,B", help="only these: tkernels, reference, compile, peers' names")
+    add(
+        "--providers",
+        metavar="A,B",
+        help="only these: tkernels, default, reference, compile, peers' names",
+    )
     add("--rounds", type=_positive, metavar="N", help="samples of each (default 30)")
     add("--hot", action="store_true", help="reuse one set of buffers instead of a cold cache")
     add("--list", action="store_true", help="print kernels and cases, and stop")

@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
-from bench.rows import OURS
+from bench.rows import DEFAULT, OURS
 from tkernels import device, testing
-from tkernels.registry import Case, KernelSpec
+from tkernels.registry import Case, Config, KernelSpec
 
 Inputs = dict[str, Any]
 Outs = dict[str, torch.Tensor]
 Call = Callable[[], Any]
 Calls = dict[str, list[Call]]
 
-BUILT_IN = (OURS, "reference", "compile")
+BUILT_IN = (OURS, DEFAULT, "reference", "compile")
 
 _MEMORY_CAP = 8 << 30  # bytes of inputs and outputs in rotation, all providers together
 _MAX_SETS = 8192
@@ -91,8 +91,12 @@ def provider_calls(
     sets: Sequence[Inputs],
     outs: Sequence[Outs],
     wanted: Sequence[str] | None,
+    default: Config | None = None,
 ) -> tuple[Calls, dict[str, str]]:
-    """Calls of each wanted provider, one a set; and the reason for each that is wrong or fails."""
+    """Calls of each wanted provider, one a set; and the reason for each that is wrong or fails.
+
+    ``default`` is the heuristic's config where a tuned one serves; ours is then timed with it, too.
+    """
     calls: Calls = {}
     wrong: dict[str, str] = {}
     truth = testing.truth_of(spec, sets[0])
@@ -101,8 +105,10 @@ def provider_calls(
             continue
         if name == "compile" and device.tensor_device().type == "cpu":
             continue
-        fn = _built_in(spec, name)
-        buffers = outs if name == OURS else [{}] * len(sets)
+        if name == DEFAULT and default is None:
+            continue
+        fn = _built_in(spec, name, default)
+        buffers = outs if name in (OURS, DEFAULT) else [{}] * len(sets)
         why = _why_wrong(spec, fn, sets[0], buffers[0], truth)
         if why is not None:
             wrong[name] = why
@@ -125,9 +131,11 @@ def provider_calls(
     return calls, wrong
 
 
-def _built_in(spec: KernelSpec, name: str) -> Callable[..., Any]:
+def _built_in(spec: KernelSpec, name: str, default: Config | None) -> Callable[..., Any]:
     if name == OURS:
         return spec.launch
+    if name == DEFAULT:
+        return functools.partial(spec.launch, config=default)
     if name == "reference":
         return spec.reference
     torch._dynamo.reset()  # past eight shapes it would fall back to eager without a word

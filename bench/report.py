@@ -18,15 +18,22 @@ _COLUMNS = (
     *("kernel", "case", "cache", "provider", "us", "p20..p80", "GB/s", "TFLOP/s", "roof"),
     *("vs best peer", "method", "config"),
 )
+_GAIN = "vs default"  # a column where a tuned config served
 _NUMBERS = frozenset(
-    {"us", "p20..p80", "GB/s", "TFLOP/s", "roof", "change", "old us"}
+    {"us", "p20..p80", "GB/s", "TFLOP/s", "roof", "vs default", "change", "old us"}
     | {"launches", "call us", "bare us", "over us"}
 )
 
 
 def print_rows(rows: Sequence[Row], file: TextIO) -> None:
     """All rows as a table, in the order measured."""
-    print_table(_COLUMNS, [_cells(row) for row in rows], file)
+    header, cells = list(_COLUMNS), [_cells(row) for row in rows]
+    if any(row.gain is not None for row in rows):
+        at = header.index("vs best peer")
+        header.insert(at, _GAIN)
+        for row, line in zip(rows, cells, strict=True):
+            line.insert(at, "" if row.gain is None else f"{row.gain:.3f}x")
+    print_table(header, cells, file)
 
 
 def _cells(row: Row) -> list[str]:
@@ -128,18 +135,7 @@ def readme_table(folder: Path = RESULTS) -> str:
         for row in load(path).rows:
             if row.provider == OURS:
                 by_card.setdefault((row.arch, row.device), []).append(row)
-    blocks = [
-        "\n".join(
-            [
-                f"**{card}** ({arch})",
-                "",
-                "| kernel | case | cache | us | best peer | peer us | ratio | of roof | date |",
-                "| --- | --- | --- | ---: | --- | ---: | ---: | ---: | --- |",
-                *(_readme_line(row) for row in sorted(rows, key=_case_order)),
-            ]
-        )
-        for (arch, card), rows in sorted(by_card.items())
-    ]
+    blocks = [_readme_block_of(*card, rows) for card, rows in sorted(by_card.items())]
     if not blocks:
         return "no results yet"
     legend = (
@@ -148,22 +144,43 @@ def readme_table(folder: Path = RESULTS) -> str:
         "pass 100%. cold: buffers rotate through more than twice the L2 cache; warm: through less; "
         "hot: one set of buffers."
     )
+    if any(row.gain is not None for rows in by_card.values() for row in rows):
+        legend += (
+            " default us: with the heuristic's config, where a tuned one serves; gain: default us "
+            "over us, from one run."
+        )
     return "\n\n".join([*blocks, legend])
+
+
+def _readme_block_of(arch: str, card: str, rows: Sequence[Row]) -> str:
+    """The table of one card; columns for the default stand where a tuned config served."""
+    tuned = any(row.gain is not None for row in rows)
+    head, line = ("default us | gain | ", "---: | ---: | ") if tuned else ("", "")
+    return "\n".join(
+        [
+            f"**{card}** ({arch})",
+            "",
+            f"| kernel | case | cache | us | {head}best peer | peer us | ratio | of roof | date |",
+            f"| --- | --- | --- | ---: | {line}--- | ---: | ---: | ---: | --- |",
+            *(_readme_line(row, tuned) for row in sorted(rows, key=_case_order)),
+        ]
+    )
 
 
 def _case_order(row: Row) -> tuple[str, str, float]:
     return (row.kernel, row.cache, row.ms)
 
 
-def _readme_line(row: Row) -> str:
+def _readme_line(row: Row, tuned: bool) -> str:
     peer_us, ratio, peer = "", "", row.best_peer
     if row.ratio is not None:
         # From our own row: the peer's row may have been measured again since.
         peer_us, ratio = _us(row.ms * row.ratio), f"{row.ratio:.2f}"
-    return (
-        f"| `{row.kernel}` | {row.case} | {row.cache} | {_us(row.ms)} | {peer} | {peer_us} | "
-        f"{ratio} | {row.roof_share:.0%} | {row.date[:10]} |"
-    )
+    default: tuple[str, ...] = ("", "") if tuned else ()
+    if row.gain is not None:
+        default = _us(row.ms * row.gain), f"{row.gain:.3f}"
+    cells = [f"`{row.kernel}`", row.case, row.cache, _us(row.ms), *default, peer, peer_us, ratio]
+    return f"| {' | '.join([*cells, f'{row.roof_share:.0%}', row.date[:10]])} |"
 
 
 def readme_block(text: str) -> tuple[str, str, str]:

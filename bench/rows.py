@@ -17,7 +17,8 @@ from typing import Any
 SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"
 
-OURS = "tkernels"
+OURS = "tkernels"  # as a user gets it, with a tuned config where there is one
+DEFAULT = "default"  # ours with the heuristic's config; timed where a tuned one serves
 Key = tuple[str, str, str, str]
 
 
@@ -31,7 +32,7 @@ class Row:
 
     kernel: str
     case: str
-    provider: str  # "tkernels", "reference" (eager), "compile" (torch.compile of it), or a peer
+    provider: str  # OURS, DEFAULT, "reference" (eager), "compile" (torch.compile of it), or a peer
     ms: float  # median
     p20: float
     p80: float
@@ -50,6 +51,7 @@ class Row:
     versions: dict[str, str]
     commit: str  # "" outside a git checkout; "-dirty" behind it where files were changed
     date: str  # UTC
+    gain: float | None = None  # on our row: time of "default" / ours, where a tuned config serves
 
     @property
     def key(self) -> Key:
@@ -106,8 +108,10 @@ def _row(entry: Any) -> Row:
     for name in ("kernel", "case", "provider", "method", "cache", "best_peer", "device", "arch"):
         if not isinstance(getattr(row, name), str):
             raise TypeError(f"{name} of a row is {getattr(row, name)!r}, not a text")
-    if row.ratio is not None and not isinstance(row.ratio, int | float):
-        raise TypeError(f"ratio of a row is {row.ratio!r}, not a number")
+    for name in ("ratio", "gain"):
+        value = getattr(row, name)
+        if value is not None and not isinstance(value, int | float):
+            raise TypeError(f"{name} of a row is {value!r}, not a number")
     if row.config is not None and not isinstance(row.config, dict):
         raise TypeError(f"config of a row is {row.config!r}, not a mapping")
     return row

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bench import providers, roofline
-from bench.rows import OURS, Row, UsageError
+from bench.rows import DEFAULT, OURS, Row, UsageError
 from tkernels import config, device, registry, testing
 from tkernels.registry import Case, KernelSpec
 
@@ -132,10 +132,16 @@ def _measure_case(
     say: Say,
 ) -> Outcome:
     sets, outs, cache = providers.input_sets(spec, case, hot)
-    calls, wrong = providers.provider_calls(spec, sets, outs, wanted)
+    dev = device.current()
+    chosen, source = config.explain(spec, case.problem)
+    default = spec.default_config(case.problem, dev)
+    is_tuned = source.endswith(".json")
+    calls, wrong = providers.provider_calls(spec, sets, outs, wanted, default if is_tuned else None)
+    if wanted is not None and DEFAULT in wanted and not is_tuned:
+        say(f"bench: {spec.name} {case.name}: provider {DEFAULT} is left out: no tuned config")
     for name, why in wrong.items():
         say(f"bench: NOT TIMED {spec.name} {case.name}: provider {name} {why}")
-    failures = [f"{spec.name} {case.name}: {wrong[OURS]}"] if OURS in wrong else []
+    failures = [f"{spec.name} {case.name}: {wrong[n]}" for n in (OURS, DEFAULT) if n in wrong]
     if not calls:
         return Outcome([], failures)
     timings = testing.time_ms(calls, rounds=rounds)
@@ -144,8 +150,7 @@ def _measure_case(
         say(f"bench: {spec.name} {case.name}: only like is compared with like: {methods}")
     best, ratio = best_peer(timings)
     cost = spec.cost(case.problem)
-    chosen, source = config.explain(spec, case.problem)
-    dev = device.current()
+    used = {OURS: (chosen, _source_word(source)), DEFAULT: (default, "heuristic")}
     rows = [
         Row(
             kernel=spec.name,
@@ -160,8 +165,8 @@ def _measure_case(
             gbps=cost.bytes / t.ms / 1e6,
             tflops=cost.flops / t.ms / 1e9,
             roof_share=roof.least_ms(cost) / t.ms,
-            config=chosen if name == OURS else None,
-            config_source=_source_word(source) if name == OURS else "",
+            config=used[name][0] if name in used else None,
+            config_source=used[name][1] if name in used else "",
             best_peer=best if name == OURS else "",
             ratio=ratio if name == OURS else None,
             device=dev.name,
@@ -169,6 +174,7 @@ def _measure_case(
             versions=device.versions(),
             commit=commit(),
             date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            gain=gain(timings) if name == OURS else None,
         )
         for name, t in timings.items()
     ]
@@ -186,12 +192,20 @@ def best_peer(timings: Mapping[str, testing.Timing]) -> tuple[str, float | None]
     peers = {
         name: t.ms
         for name, t in timings.items()
-        if name not in (OURS, "reference") and t.method == ours.method
+        if name not in (OURS, DEFAULT, "reference") and t.method == ours.method
     }
     if not peers:
         return "", None
     best = min(peers, key=lambda name: peers[name])
     return best, peers[best] / ours.ms
+
+
+def gain(timings: Mapping[str, testing.Timing]) -> float | None:
+    """Time of ours with the heuristic's config over that with the tuned one, both timed alike."""
+    ours, default = timings.get(OURS), timings.get(DEFAULT)
+    if ours is None or default is None or ours.method != default.method:
+        return None
+    return default.ms / ours.ms
 
 
 def _source_word(source: str) -> str:

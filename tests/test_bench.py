@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from bench import host_overhead, providers, report, roofline, rows, run
 from bench.__main__ import main
-from tkernels import device, registry
+from tkernels import config, device, registry
 from tkernels.registry import KernelSpec
 from tkernels.testing import Timing
 
@@ -141,6 +142,7 @@ def test_list_names_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
         (["--plot", "text.json/x.png"], "must be a writable file"),
         (["--from", "rows.json", "--compare", "zero.json"], "ms of a row is 0.0, not above 0"),
         (["--from", "number.json"], "device of a row is 5, not a text"),
+        (["--from", "gain.json"], "gain of a row is 'much', not a number"),
         (["--from", "interpret.json", "--save"], "--save must be given measurements of"),
         (["host", "--kernel", "ropes"], "kernel must be one of"),
     ],
@@ -157,6 +159,7 @@ def test_refusals_are_one_sentence(
     document_file(tmp_path / "interpret.json", row(arch="interpret"))
     document_file(tmp_path / "zero.json", row(ms=0.0))
     document_file(tmp_path / "number.json", row(device=5))
+    document_file(tmp_path / "gain.json", row(gain="much"))
     (tmp_path / "text.json").write_text('{"schema": 1, "roof": {}, "rows": [{"kernel": 1}]}')
     (tmp_path / "old.json").write_text('{"schema": 0, "roof": {}, "rows": []}')
     assert main(argv) == 2
@@ -392,12 +395,122 @@ def test_ratio_is_to_the_fastest_peer_timed_alike() -> None:
         "tkernels": timing(2.0),
         "reference": timing(0.1),
         "compile": timing(3.0),
+        "default": timing(2.1),
         "liger": timing(2.5),
         "launched": timing(1.0, "events"),
     }
     assert run.best_peer(timings) == ("liger", 1.25)
     assert run.best_peer({"tkernels": timing(2.0), "reference": timing(1.0)}) == ("", None)
     assert run.best_peer({"liger": timing(2.0)}) == ("", None)
+
+
+# ---- tuned and default -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[registry.Case, Path]]:
+    """A case of rms_norm that a tuned file serves with another config than the heuristic's."""
+    spec = registry.get("rms_norm")
+    case = small(spec)
+    default = spec.default_config(case.problem, device.current())
+    entry = {
+        "key": spec.tuning_key(case.problem),
+        "config": {**default, "programs_per_core": 4 if default["programs_per_core"] != 4 else 2},
+        "ms": 1.0,
+        "default_ms": 2.0,
+        "measured": {"num_cores": 1},
+    }
+    path = tmp_path / device.current().arch / "rms_norm.json"
+    path.parent.mkdir()
+    document = {"schema": 1, "kernel": "rms_norm", "arch": path.parent.name, "entries": [entry]}
+    path.write_text(json.dumps(document))
+    monkeypatch.setenv("TKERNELS_CONFIG_DIR", str(tmp_path))
+    config.reload()
+    yield case, path
+    monkeypatch.undo()
+    config.reload()
+
+
+def test_a_tuned_case_is_timed_with_the_default_too(tuned: tuple[registry.Case, Path]) -> None:
+    case, path = tuned
+    seen: list[Any] = []
+    spec = registry.get("rms_norm")
+
+    def watched(*args: Any, config: Any = None, **kwargs: Any) -> Any:
+        seen.append(config)
+        return spec.launch(*args, config=config, **kwargs)
+
+    outcome = run.measure(
+        [(dataclasses.replace(spec, launch=watched), case)],
+        wanted=["tkernels", "default", "torch"],
+        rounds=3,
+        say=lambda line: None,
+    )
+    by_provider = {r.provider: r for r in outcome.rows}
+    ours, default = by_provider["tkernels"], by_provider["default"]
+    expected = spec.default_config(case.problem, device.current())
+    stored = json.loads(path.read_text())["entries"][0]["config"]
+    assert (ours.config, ours.config_source) == (stored, "TKERNELS_CONFIG_DIR")
+    assert (default.config, default.config_source) == (expected, "heuristic")
+    assert ours.gain == pytest.approx(default.ms / ours.ms)
+    assert (default.gain, default.ratio, default.best_peer) == (None, None, "")
+    assert ours.best_peer == "torch"
+    assert {json.dumps(config) for config in seen} == {"null", json.dumps(expected)}
+    assert rows.Row(**json.loads(rows.dumps(rows.Document({}, [ours])))["rows"][0]) == ours
+
+
+def test_a_wrong_default_is_a_failure_of_ours(tuned: tuple[registry.Case, Path]) -> None:
+    case, _ = tuned
+    spec = registry.get("rms_norm")
+
+    def launch(*args: Any, out: torch.Tensor, config: Any = None, **kwargs: Any) -> torch.Tensor:
+        return out.copy_(spec.reference(*args, **kwargs) * (1 if config is None else 2))
+
+    wrong = dataclasses.replace(spec, launch=launch)
+    outcome = run.measure([(wrong, case)], rounds=1, say=lambda line: None)
+    assert "tkernels" in {r.provider for r in outcome.rows}
+    assert "default" not in {r.provider for r in outcome.rows}
+    assert len(outcome.failures) == 1
+    assert "is wrong: out" in outcome.failures[0]
+
+
+def test_without_a_tuned_config_there_is_no_default() -> None:
+    spec, said = registry.get("rms_norm"), []
+    wanted = ["tkernels", "default"]
+    outcome = run.measure([(spec, small(spec))], wanted=wanted, rounds=1, say=said.append)
+    assert [(r.provider, r.gain) for r in outcome.rows] == [("tkernels", None)]
+    assert any("provider default is left out: no tuned config" in line for line in said)
+
+
+def test_tables_show_the_gain_where_there_is_one(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    report.print_rows([row()], screen)
+    assert "vs default" not in screen.getvalue()
+    made = [row(gain=1.1, config_source="shipped"), row(provider="default", ms=0.11, ratio=None)]
+    report.print_rows(made, screen)
+    header, first, second = screen.getvalue().splitlines()[-3:]
+    assert header.index("vs default") < header.index("vs best peer")
+    assert "1.100x" in first
+    assert "1.100x" not in second
+
+    rows.save(rows.Document({}, [*made, row(case="1x64")]), tmp_path)
+    table = report.readme_table(tmp_path)
+    assert "| us | default us | gain | best peer |" in table
+    assert "gain: default us over us" in table
+    lines = [line for line in table.splitlines() if line.startswith("| `")]
+    ours = "100.00 | 110.00 | 1.100 | flashinfer | 125.00 | 1.25 | 50% | 2026-11-28 |"
+    assert f"| `rope` | 64x4096 | cold | {ours}" in lines
+    assert f"| `rope` | 1x64 | cold | {ours.replace('110.00 | 1.100', ' | ')}" in lines
+    assert len(lines) == 2
+    bars = [line.count("|") for line in table.splitlines() if line.startswith("|")]
+    assert len(set(bars)) == 1
+
+
+def test_gain_is_of_times_taken_alike() -> None:
+    alike = {"tkernels": Timing(2.0, 2.0, 2.0, "graph"), "default": Timing(3.0, 3.0, 3.0, "graph")}
+    assert run.gain(alike) == 1.5
+    assert run.gain({**alike, "default": Timing(3.0, 3.0, 3.0, "events")}) is None
+    assert run.gain({"tkernels": alike["tkernels"]}) is None
 
 
 # ---- host cost -------------------------------------------------------------------------------
