@@ -49,9 +49,9 @@ class Picture:
     png: bytes
 
 
-def new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float, layout: str = "constrained") -> Figure:
     """An empty figure of so many inches."""
-    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=_DPI, layout=layout)
     FigureCanvasAgg(figure)
     return figure
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from autotune.page import escape
@@ -17,8 +16,8 @@ def plotly_js() -> str:
     return str(get_plotlyjs())
 
 
-def figures(s: Searched, shares: Mapping[str, float], here: str) -> str:
-    """Optuna's own figures, drawn when they are opened."""
+def figures(s: Searched, here: str) -> str:
+    """Folds with figures of the complete configs, which are drawn when they are opened."""
     keys = list(varied(s))
     if len(s.ranked) < 2:
         return ""
@@ -32,9 +31,6 @@ def figures(s: Searched, shares: Mapping[str, float], here: str) -> str:
             study, params=keys, target_name=target
         )
         drawn["slices"] = v.plot_slice(study, params=keys, target_name=target)
-    if len(keys) >= 2:
-        ranked = [*(n for n in shares if n in keys), *(n for n in keys if n not in shares)]
-        drawn["contour of two keys"] = v.plot_contour(study, params=ranked[:2], target_name=target)
     parts = []
     for i, (name, figure) in enumerate(drawn.items()):
         figure.update_layout(title={"text": f"{s.kernel}, {s.case}: {name}"})

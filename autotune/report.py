@@ -116,7 +116,7 @@ def _kernel_page(title: str, stem: str, own: Sequence[Searched], folder: Path) -
         shown = [_picture(p, here, folder) for p in pictures.of_problem(s, shares)]
         body.append(
             f'<section id="p{i + 1}"><h2>{escape(s.case)}</h2>{_facts(s)}{_leaders(s)}'
-            f"{''.join(shown)}{_failed(s)}{interactive.figures(s, shares, here)}</section>"
+            f"{''.join(shown)}{_failed(s)}{interactive.figures(s, here)}</section>"
         )
     return page(title, "".join(body))
 

@@ -296,12 +296,12 @@ def test_code_changes_the_hash(hash_with: Callable[..., str]) -> None:
 
 
 def test_each_jit_statement_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every kernel: an edit of any one of its jit functions changes its hash."""
-    for spec in all_kernels().values():
+    """An edit of any one of its jit functions changes the hash of a kernel."""
+    for spec in map(get, ("rms_norm", "merge_attn_states", "paged_attn")):
         places = fingerprint.reached(spec)
         before = fingerprint.kernel_hash(spec)
         for name in jit_functions(spec):
-            edited = {place: copy.deepcopy(found) for place, found in places.items()}
+            edited = {**places, name: copy.deepcopy(places[name])}
             function = edited[name][0]
             assert isinstance(function, ast.FunctionDef)
             function.body.append(ast.parse("tl.debug_barrier()").body[0])
