@@ -49,7 +49,7 @@ class Picture:
     png: bytes
 
 
-def new_figure(width: float, height: float, layout: str = "constrained") -> Figure:
+def new_figure(width: float, height: float, layout: Any = "constrained") -> Figure:
     """An empty figure of so many inches."""
     figure = Figure(figsize=(width, height), dpi=_DPI, layout=layout)
     FigureCanvasAgg(figure)
@@ -101,7 +101,7 @@ def label_bar(bar: Any, words: str) -> None:
 
 def plain() -> FuncFormatter:
     """Ticks as plain numbers, never as powers of ten."""
-    return FuncFormatter(lambda value, _: f"{value:,.6g}")
+    return FuncFormatter(lambda value, _: f"{value:,.9f}".rstrip("0").rstrip("."))
 
 
 def scale(axis: Any, values: Sequence[float]) -> None:

@@ -40,6 +40,7 @@ _ORIGINS: dict[str, tuple[str, str, str]] = {  # name: colour, marker, words
     "sampler": (BLUE, "o", "sampler (TPE)"),
     "descent": (GREEN, "^", "descent from the best"),
 }
+_MOST_CELLS = 24  # values of a key that a table of pairs has room for
 
 
 def history(s: Searched) -> Picture | None:
@@ -242,7 +243,7 @@ def slices(s: Searched) -> Picture | None:
             markersize=11,
             markeredgewidth=2,
         )
-        named = _named(values, 8)
+        named = _named(values, 7)
         axes.set_xticks([values.index(v) for v in named], [short(str(v), 12) for v in named])
         if sum(len(str(v)) for v in named) > 26:
             axes.tick_params(axis="x", rotation=30)
@@ -263,7 +264,7 @@ def slices(s: Searched) -> Picture | None:
 
 def pair(s: Searched, shares: Mapping[str, float]) -> Picture | None:
     """The best of each pair of values of the two keys that matter most."""
-    keys = varied(s)
+    keys = {name: values for name, values in varied(s).items() if len(values) <= _MOST_CELLS}
     names = [n for n in shares if n in keys][:2]
     names += [n for n in sorted(keys, key=lambda n: -len(keys[n])) if n not in names]
     if len(names) < 2 or len(s.ranked) < 4:

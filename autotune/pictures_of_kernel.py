@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
@@ -69,52 +70,61 @@ def gains(searches: Sequence[Searched]) -> Picture | None:
 
 
 def roofline(searches: Sequence[Searched]) -> Picture | None:
-    """Every config with a number under the roof: operations a second over operations a byte."""
+    """Every config with a number under the roof, and as a share of the roof for each problem."""
     known = [s for s in searches if s.cost is not None and any(t.us for t in s.tried)]
     if not known:
         return None
+    roof = known[0].roof
+    if roof is None:
+        figure = new_figure(9.5, 4.8)
+        above = figure.subplots()
+    else:
+        share_height = 0.9 + 0.34 * len(known)
+        figure = new_figure(9.5, 4.6 + share_height)
+        above, below = figure.subplots(2, height_ratios=[4.6, share_height])
+        _draw_shares(below, known)
+    _draw_rates(above, known, named=roof is None and len(known) <= MOST_NAMED)
+    where = "every config" + ("" if roof is None else " under the roof")
+    above.set_title(f"{known[0].kernel} on {known[0].arch}: {where}")
+    for words, edge in (("default", BLACK), ("kept", RED)):
+        above.scatter([], [], s=150, marker="_", color=edge, label=words)
+    above.legend(loc="best", fontsize=9.5)
+    return finished(figure, "roofline", "Roofline", _roof_alt(known), _roof_words(known))
+
+
+def _look(i: int, count: int) -> dict[str, Any]:
+    """Marker and colour of a problem; of too many problems all have one."""
+    if count > MOST_NAMED:
+        return {"marker": "o", "color": BLUE}
+    return {"marker": MARKERS[i % len(MARKERS)], "color": SERIES[i % len(SERIES)]}
+
+
+def _draw_rates(axes: Any, known: Sequence[Searched], *, named: bool) -> None:
+    """Operations a second over operations a byte; of kernels without any, bytes a second."""
     with_flops = all(s.cost is not None and s.cost.flops > 0 for s in known)
-    figure = new_figure(9.5, 5.4)
-    axes = figure.subplots()
-    xs, ys = [], []
+    xs: list[float] = []
+    ys: list[float] = []
     for i, s in enumerate(known):
         assert s.cost is not None
-        work, at = (
-            (s.cost.flops / 1e12, s.cost.flops / s.cost.bytes)
-            if with_flops
-            else (s.cost.bytes / 1e9, s.cost.bytes / 1e6)
-        )
-        at *= 1.06 ** sum(o.cost == s.cost or _beside(o, s, with_flops) for o in known[:i])
-        rates = [(t, 1e6 * work / t.us) for t in s.tried if t.us]
-        named = len(known) <= MOST_NAMED
-        colour = SERIES[i % len(SERIES)] if named else BLUE
-        axes.scatter(
-            [at] * len(rates),
-            [rate for _, rate in rates],
-            s=26,
-            marker=MARKERS[i % len(MARKERS)] if named else "o",
-            color=colour,
-            alpha=0.55,
-            linewidths=0,
-            label=short(s.case, 34) if named else None,
-        )
+        work, at = s.cost.bytes / 1e9, s.cost.bytes / 1e6
+        if with_flops:
+            work, at = s.cost.flops / 1e12, s.cost.flops / s.cost.bytes
+        rates = [1e6 * work / t.us for t in s.tried if t.us]
+        label = short(s.case, 34) if named else None
+        look = _look(i, len(known))
+        axes.scatter([at] * len(rates), rates, s=24, alpha=0.5, linewidths=0, label=label, **look)
         xs.append(at)
-        ys += [rate for _, rate in rates]
-        for us, marker, edge in ((s.default_us, "_", BLACK), (s.us, "_", RED)):
+        ys += rates
+        for us, edge in ((s.default_us, BLACK), (s.us, RED)):
             if us:
-                axes.scatter([at], [1e6 * work / us], s=260, marker=marker, color=edge, zorder=4)
-    for words, edge in (("default", BLACK), ("kept", RED)):
-        axes.scatter([], [], s=150, marker="_", color=edge, label=words)
-    roof = known[0].roof
+                axes.scatter([at], [1e6 * work / us], s=230, marker="_", color=edge, zorder=4)
     left, right = min(xs) / 2, max(xs) * 2
+    roof = known[0].roof
     if roof is not None:
         along = np.geomspace(left, right, 200)
-        bandwidth = roof.bytes_per_s
-        limit = (
-            np.minimum(along * bandwidth, roof.flops_per_s) / 1e12
-            if with_flops
-            else np.full_like(along, bandwidth / 1e9)
-        )
+        limit = np.full_like(along, roof.bytes_per_s / 1e9)
+        if with_flops:
+            limit = np.minimum(along * roof.bytes_per_s, roof.flops_per_s) / 1e12
         axes.plot(along, limit, color=GREEN, linewidth=2, label="roof")
         ys += [float(limit.min()), float(limit.max())]
     axes.set_xscale("log")
@@ -127,24 +137,28 @@ def roofline(searches: Sequence[Searched]) -> Picture | None:
         axis.set_major_formatter(plain())
         axis.set_minor_locator(NullLocator())
     estimated = "estimated " if known[0].offline else ""
-    if with_flops:
-        axes.set_xlabel("arithmetic intensity (operations a byte)")
-        axes.set_ylabel(f"{estimated}TFLOP/s")
-    else:
-        axes.set_xlabel("least bytes moved (MB)")
-        axes.set_ylabel(f"{estimated}GB/s")
-    axes.set_title(f"{known[0].kernel} on {known[0].arch}: every config under the roof")
-    figure.legend(loc="outside right upper", fontsize=9.5)
-    return finished(figure, "roofline", "Roofline", _roof_alt(known), _roof_words(known))
+    axes.set_xlabel("operations a byte" if with_flops else "least bytes moved (MB)")
+    axes.set_ylabel(f"{estimated}TFLOP/s" if with_flops else f"{estimated}GB/s")
 
 
-def _beside(a: Searched, b: Searched, with_flops: bool) -> bool:
-    """Whether two problems would be drawn over each other."""
-    assert a.cost is not None
-    assert b.cost is not None
-    if not with_flops:
-        return abs(a.cost.bytes / b.cost.bytes - 1) < 0.05
-    return abs(a.cost.flops * b.cost.bytes / (b.cost.flops * a.cost.bytes) - 1) < 0.05
+def _draw_shares(axes: Any, known: Sequence[Searched]) -> None:
+    """A line a problem: the share of the roof that each config reaches."""
+    most = 1.0
+    for i, s in enumerate(known):
+        shares = [share for t in s.tried if t.us and (share := s.roof_share(t.us)) is not None]
+        look = _look(i, len(known))
+        axes.scatter(shares, [i] * len(shares), s=24, alpha=0.5, linewidths=0, **look)
+        for us, edge in ((s.default_us, BLACK), (s.us, RED)):
+            share = s.roof_share(us) if us else None
+            if share is not None:
+                axes.scatter([share], [i], s=200, marker="|", color=edge, zorder=4, linewidths=2)
+        most = max([most, *shares])
+    axes.axvline(1, color=GREEN, linewidth=2)
+    axes.set_yticks(range(len(known)), [short(s.case, 34) for s in known])
+    axes.set_ylim(len(known) - 0.5, -0.5)
+    axes.set_xlim(0, most * 1.03)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
+    axes.set_xlabel("share of the roof" + (", estimated" if known[0].offline else ""))
 
 
 def _roof_alt(known: Sequence[Searched]) -> str:
@@ -155,13 +169,12 @@ def _roof_alt(known: Sequence[Searched]) -> str:
 
 def _roof_words(known: Sequence[Searched]) -> str:
     roof = known[0].roof
-    apart = "Problems that would cover each other are drawn a little apart."
     if roof is None:
-        return f"No roof is known for this architecture. {apart}"
+        return "No roof is known for this architecture."
     return (
         f"Roof: copy {roof.bytes_per_s / 1e9:,.0f} GB/s, matrix multiplication "
         f"{roof.flops_per_s / 1e12:,.0f} TFLOP/s, {roof.source}. What fits a "
-        f"cache may pass it. {apart}"
+        "cache may pass it."
     )
 
 

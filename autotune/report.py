@@ -153,7 +153,8 @@ def _facts(s: Searched) -> str:
     words = [f"{len(s.tried)} configs, {state}"]
     if s.lost:
         words.append(f"{s.lost} trials lost with a tuner that was killed")
-    words += [f"{name} {value}" for name, value in s.fingerprint.items() if name != "offline"]
+    apart = ("offline", "roof")
+    words += [f"{name} {value}" for name, value in s.fingerprint.items() if name not in apart]
     return f"<p>{escape('; '.join(words))}.</p>"
 
 

@@ -281,6 +281,11 @@ def test_roof_and_share() -> None:
     assert "measured on NVIDIA H100" in of_bench.source
 
 
+def test_ticks_are_plain_numbers() -> None:
+    written = [drawing.plain()(value, 0) for value in (5e-05, 0.2, 1.0, 40.0, 12345.0)]
+    assert written == ["0.00005", "0.2", "1", "40", "12,345"]
+
+
 # ---- small and strange studies -----------------------------------------------------------------
 
 ONE = {"BLOCK_N": 64}
