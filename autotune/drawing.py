@@ -51,15 +51,17 @@ class Picture:
 
 def new_figure(width: float, height: float, layout: Any = "constrained") -> Figure:
     """An empty figure of so many inches."""
-    figure = Figure(figsize=(width, height), dpi=_DPI, layout=layout)
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), dpi=_DPI, layout=layout)
 
 
 def finished(figure: Figure, name: str, title: str, alt: str, caption: str = "") -> Picture:
     """``figure`` as a PNG, with its words."""
+    engine = figure.get_layout_engine()
+    if engine is not None:  # savefig would draw once more to find a renderer for it
+        engine.execute(figure)
+        figure.set_layout_engine("none")
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
+    FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
     return Picture(name, title, alt, caption, buffer.getvalue())
 
 

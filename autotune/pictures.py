@@ -159,6 +159,8 @@ def parallel(s: Searched) -> Picture | None:
     marked = [(ranked[0].config, RED, "-", "best")]
     if s.default_config != ranked[0].config:
         marked.append((s.default_config, BLACK, "--", "default"))
+    if s.config is not None and s.config not in (ranked[0].config, s.default_config):
+        marked.append((s.config, GREEN, "-.", "kept (measured anew)"))
     for config, colour, dash, words in marked:
         ys = [_height(axes_of[n], shown(config, n), None) for n in names]
         axes.plot(range(len(names)), ys, color=colour, linestyle=dash, linewidth=2.4, label=words)
@@ -183,7 +185,7 @@ def parallel(s: Searched) -> Picture | None:
     axes.set_title(f"{s.kernel}, {short(s.case)}: complete configs, a line each")
     bar = figure.colorbar(matplotlib.cm.ScalarMappable(norm, colours), ax=axes, pad=0.02)
     label_bar(bar, f"{s.noun} of one call (µs)")
-    figure.legend(loc="outside lower center", ncols=2, fontsize=10)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=10)
     best = ", ".join(f"{n} {shown(ranked[0].config, n)}" for n in names)
     alt = f"Parallel coordinates of {len(ranked)} configs over {len(names)} keys; best: {best}."
     return finished(figure, "parallel", "Configs side by side", alt, _single_words(s))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,12 @@ def check_ready(folder: Path) -> None:
             raise ValueError(
                 f"autotune: --report needs {name}, got none; pip install 'tkernels[plot]'"
             )
-    _write(folder / "index.html", "")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _not_writable(folder, error) from None
 
 
 def write_report(studies: Sequence[optuna.Study], folder: Path) -> Path:
@@ -107,6 +113,8 @@ def _kernel_page(title: str, stem: str, own: Sequence[Searched], folder: Path) -
             '<p class="note">Nothing on this page was run: every number of microseconds is an '
             "estimate by a stated model of compiled code.</p>"
         )
+    if own[0].arch == "interpret":
+        body.append(f'<p class="note">{_INTERPRETED}</p>')
     body.append(_summary(own))
     for drawn in (pictures_of_kernel.gains(own), pictures_of_kernel.roofline(own)):
         body.append(_picture(drawn, stem, folder))
@@ -198,6 +206,7 @@ def _leaders(s: Searched) -> str:
     return f"<h3>Best configs</h3>{table(header, rows)}{words}{ranks}"
 
 
+_INTERPRETED = "The interpreter ran the kernel on a CPU: its times say nothing of any device."
 _RANKS = (
     "<p>Ranks are by the first measurement. At the end the best are measured anew, taking turns "
     "with the default; the kept one is the simplest of those that are as fast. Noise: width of the "
@@ -270,10 +279,12 @@ def _times(gain: float | None) -> str:
 
 def _write(path: Path, content: str | bytes) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = content.encode() if isinstance(content, str) else content
-        path.write_bytes(data)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        raise ValueError(
-            f"autotune: --report must be a writable folder, got {path.parent}: {error.strerror}"
-        ) from None
+        raise _not_writable(path.parent, error) from None
+
+
+def _not_writable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"autotune: --report must be a writable folder, got {folder}: {error.strerror}"
+    )

@@ -408,6 +408,19 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         report.check_ready(tmp_path / "file" / "below")
 
 
+def test_looking_whether_a_folder_can_be_written_leaves_it_alone(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("of an earlier report")
+    report.check_ready(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["index.html"]
+    assert (tmp_path / "index.html").read_text() == "of an earlier report"
+
+
+def test_interpreted_times_are_marked(tmp_path: Path) -> None:
+    made = studies.study([studies.trial(ONE, ms=0.05)], arch="interpret")
+    report.write_report([made], tmp_path)
+    assert "say nothing of any device" in pages(tmp_path)["rms_norm-interpret.html"].text
+
+
 @pytest.mark.parametrize("missing", ["matplotlib", "plotly"])
 def test_a_library_that_is_missing(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
