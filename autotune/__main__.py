@@ -310,7 +310,8 @@ def _tune_all(
                 why_illegal = _legality(spec, task, target.dev)
                 first = priors.priors(task, why_illegal, folders, store.all_studies(storage))
                 core = spec.space(target.dev)
-                outcome = tune.tune(spec, task, setup, first, core, core, why_illegal, watch)
+                space = config.full_space(spec, target.dev)
+                outcome = tune.tune(spec, task, setup, first, space, core, why_illegal, watch)
                 outcome = _with_facts(outcome, fingerprint(spec))
                 wrong += len(outcome.wrong)
                 if options.json:

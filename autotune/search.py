@@ -66,7 +66,8 @@ class Search:
         sampler: str = "auto",
         seed: int = 0,
     ) -> None:
-        """``core``: the part of ``space`` that is tried exhaustively (default: all of it)."""
+        """``core``: the part of ``space`` that is tried exhaustively, or that the sampler draws
+        from; only descents leave it (default: all of it)."""
         self.study = study
         self.space = space
         self.why_illegal = why_illegal
@@ -74,14 +75,15 @@ class Search:
         self.rejected: Counter[str] = Counter()  # reasons of illegal points, as the formula gives
         self._priors = list(priors)
         self._again = self._default_again(study)
-        self._parameters = Parameters(space, why_illegal)
+        self._core = core or space
+        self._parameters = Parameters(self._core, why_illegal)
         self._random = random.Random(seed)
         self._sampler = sampler
         self._lock = threading.RLock()
         self._began = time.monotonic()
         self._stopped = False
         self.exhausted = False  # every legal point that the search would try has been tried
-        self._all = self._points_to_exhaust(core or space, sampler)
+        self._all = self._points_to_exhaust(sampler)
 
     @staticmethod
     def _default_again(study: optuna.Study) -> set[str]:
@@ -90,11 +92,11 @@ class Search:
         before = store.known(study).get(label)
         return {label} if before is not None and not before[1].ok else set()
 
-    def _points_to_exhaust(self, core: Space, sampler: str) -> list[Config] | None:
+    def _points_to_exhaust(self, sampler: str) -> list[Config] | None:
         if sampler not in ("auto", "exhaustive"):
             return None
         limit = min(EXHAUSTIVE_LIMIT, self.budget.trials) if sampler == "auto" else 10**9
-        return legal_points(core, self.why_illegal, limit=limit)
+        return legal_points(self._core, self.why_illegal, limit=limit)
 
     # ---- what is known ----
 
@@ -216,9 +218,9 @@ class Search:
         return None
 
     def _random_point(self, taken: set[str]) -> Any:
-        names = list(self.space)
+        names = list(self._core)
         for _ in range(_RANDOM_TRIES):
-            values = {name: self._random.choice(self.space[name]) for name in names}
+            values = {name: self._random.choice(self._core[name]) for name in names}
             config = config_of(values)
             if label_of(config) not in taken and self.why_illegal(config) is None:
                 return config, "random"

@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from tkernels import device
+from tkernels.ascend_options import ASCEND_OPTIONS
 from tkernels.registry import Config, KernelSpec, Problem, get
 
 SCHEMA = 1
@@ -198,20 +199,27 @@ def why_unusable(
         return f"expected a dict, got {type(config).__name__}"
     if odd := [n for n, v in config.items() if not isinstance(v, int | str | bool)]:
         return f"{odd[0]} must be an int, a bool or a name, got {config[odd[0]]!r}"
-    space = spec.space(dev)
+    space = full_space(spec, dev)
     known = set(space)
     if unknown := set(config) - known:
         return f"unknown key {', '.join(sorted(unknown))} (expected {', '.join(sorted(known))})"
     if missing := set(spec.default_config(problem, dev)) - set(config):
         return f"missing key {', '.join(sorted(missing))}"
     for name, value in config.items():
-        kinds = {type(allowed).__name__: None for allowed in space[name]}
+        kinds = {type(v).__name__: None for v in space[name] if v is not None}
         if type(value).__name__ not in kinds:
             return f"{name} must be of type {' or '.join(kinds)}, got {value!r}"
+        if dev.is_npu and name in ASCEND_OPTIONS and value not in space[name]:
+            return f"{name} must be one of {space[name][1:]}, got {value!r}"
     # A grid below zero is no error to a launch: nothing runs.
     if config.get("programs_per_core", 0) < 0:
         return f"programs_per_core must be 0 or more, got {config['programs_per_core']}"
     return spec.why_illegal(config, problem, dev)
+
+
+def full_space(spec: KernelSpec, dev: device.Device) -> dict[str, list[Any]]:
+    """``spec.space(dev)``, and the options that any config for an Ascend chip may set."""
+    return {**spec.space(dev), **(ASCEND_OPTIONS if dev.is_npu else {})}
 
 
 @contextlib.contextmanager

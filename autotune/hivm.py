@@ -1,0 +1,541 @@
+"""Follow the last IR that Huawei's compiler prints (HIVM), and count what it would do.
+
+That IR is a complete schedule: which bytes go where, which vector and cube instructions run on
+what, and every synchronisation between the pipes of a core. Its loops and branches depend on
+integers alone, so a program of it is followed by running just those: each function is translated to
+Python, in which integer arithmetic stays and a ``hivm.hir`` operation is a counter. Trip counts are
+the real ones, as far as the integers in the kernel's arguments are given.
+
+What is not followed: values of floating point, and integers that a core computes from them (none of
+our kernels branches on such). A branch on an unknown counts its first arm.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+PIPES = ("MTE2", "MTE3", "FIX", "V", "M", "S")
+_BYTES = {"f32": 4, "i32": 4, "bf16": 2, "f16": 2, "i16": 2, "i8": 1, "i1": 1, "i64": 8, "f64": 8}
+_SYNCS = ("set_flag", "wait_flag", "pipe_barrier", "sync_block_set", "sync_block_wait")
+_FREE = (
+    "pointer_cast",
+    "set_mask_norm",
+    "set_ffts_base_addr",
+    "get_block_idx",
+    "get_sub_block_idx",
+)
+_TYPE = re.compile(  # shape, element type, address space
+    r"memref<((?:[\d?]+x)*)(\w+)(?:, strided<[^>]*>)?(?:, #hivm\.address_space<(\w+)>)?>"
+)
+_OPERANDS = re.compile(r"(ins|outs)\(([^:]*) : ((?:[^()]|\([^()]*\))*)\)")
+_INFIX = {
+    "addi": "+",
+    "subi": "-",
+    "muli": "*",
+    "andi": "&",
+    "ori": "|",
+    "xori": "^",
+    "shli": "<<",
+    "shrsi": ">>",
+    "shrui": ">>",
+    "floordivsi": "//",
+}
+_CALLS = {
+    "divsi": "quotient",
+    "divui": "quotient",
+    "remsi": "remainder",
+    "remui": "remainder",
+    "ceildivsi": "ceil",
+    "minsi": "least",
+    "minui": "least",
+    "maxsi": "most",
+    "maxui": "most",
+}
+
+
+class CannotFollowError(ValueError):
+    """The IR has something in it that is not known here."""
+
+
+class _Unknown:
+    """A number that only the chip knows. Whatever is computed from it is unknown as well."""
+
+    def _same(self, *others: Any) -> _Unknown:
+        return self
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _same
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _same
+    __lt__ = __le__ = __gt__ = __ge__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _same
+    __neg__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _same
+
+    def __bool__(self) -> bool:
+        return True
+
+
+UNKNOWN = _Unknown()
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One counted operation: its name, its pipe, and what one element of it weighs."""
+
+    name: str
+    pipe: str  # of PIPES, or "sync"
+    elements: int | None  # of each execution; None where that varies
+    itemsize: int
+    kinds: tuple[str, ...] = ()  # element types of its operands
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one program does on one core: executions and elements of each operation."""
+
+    ops: tuple[Op, ...]
+    runs: tuple[int, ...]
+    elements: tuple[int, ...]
+
+    def totals(self) -> dict[str, int]:
+        """``{"MTE2 bytes": ..., "MTE2 ops": ..., "M macs bf16": ..., "sync set_flag": ...}``."""
+        found: Counter[str] = Counter()
+        for op, runs, elements in zip(self.ops, self.runs, self.elements, strict=True):
+            if op.pipe == "sync":
+                found[f"sync {op.name}"] += runs
+                continue
+            unit = {"M": f"macs {op.kinds[0]}" if op.kinds else "macs", "S": "accesses"}
+            name = unit.get(op.pipe, "bytes")
+            found[f"{op.pipe} {name}"] += elements * (op.itemsize if name == "bytes" else 1)
+            found[f"{op.pipe} ops"] += runs
+        return {name: count for name, count in found.items() if count}
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A device function of the module, ready to be followed."""
+
+    name: str
+    core: str  # "aic" (cube) or "aiv" (vector)
+    pipelined: bool  # cube and vector parts of several steps overlap through a workspace
+    ops: tuple[Op, ...]
+    run: Callable[..., None]
+    arguments: int
+
+    def follow(
+        self, values: Sequence[Any], grid: Sequence[int], program: int, sub_block: int = 0
+    ) -> Work:
+        """Run program number ``program`` of ``grid``.
+
+        ``values``: of the kernel's run-time arguments, in order: numbers, flat sequences of
+        integers for tensors that are read by number, None for all others.
+        """
+        given = [None, None, None, *values, *grid]
+        if len(given) != self.arguments:
+            raise CannotFollowError(
+                f"{self.name} takes {self.arguments} arguments, got {len(given)}"
+            )
+        runs, elements = [0] * len(self.ops), [0] * len(self.ops)
+        self.run(given, runs, elements, program, sub_block)
+        full = [
+            n * op.elements if op.elements is not None else e
+            for op, n, e in zip(self.ops, runs, elements, strict=True)
+        ]
+        return Work(self.ops, tuple(runs), tuple(full))
+
+
+@functools.lru_cache(maxsize=256)
+def functions(hivm: str) -> tuple[Function, ...]:
+    """The device functions of the last HIVM module: one for vector kernels, two for mixed ones."""
+    lines = hivm.splitlines()
+    found_maps = (re.match(r"(#map\d*) = affine_map<(.*)>", line) for line in lines)
+    maps = {m.group(1): m.group(2) for m in found_maps if m}
+    found = []
+    starts = [i for i, line in enumerate(lines) if re.match(r"\s*func\.func ", line)]
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        head = lines[start]
+        if "hacc.function_kind<DEVICE>" in head:
+            found.append(_Translator(maps, head, lines[start + 1 : end]).function())
+    if not found:
+        raise CannotFollowError("expected a device function in the IR, got none")
+    return tuple(found)
+
+
+# ---- from IR to Python ---------------------------------------------------------------------------
+
+
+class _Translator:
+    """Writes one function as Python: each SSA value is a variable, each counted op a counter.
+
+    A memref is (elements, flat integers or None, offset).
+    """
+
+    def __init__(self, maps: Mapping[str, str], head: str, body: Sequence[str]) -> None:
+        self.maps = {name: _affine(text) for name, text in maps.items()}
+        self.head = head
+        self.body = body
+        self.ops: list[Op] = []
+        self.out: list[str] = []
+        self.depth = 1
+        self.blocks: list[tuple[str, list[str]]] = []  # ("for" or "if", names that yield sets)
+        self.loops: list[tuple[list[str], list[str]]] = []  # (results, what holds them till then)
+
+    def function(self) -> Function:
+        name = re.search(r"@(\w+)\(", self.head)
+        arguments = re.findall(r"(%arg\d+): ", self.head)
+        assert name is not None, self.head[:80]
+        core = "aic" if "func_core_type<AIC>" in self.head else "aiv"
+        for i, argument in enumerate(arguments):
+            is_memref = re.search(re.escape(argument) + r": memref", self.head) is not None
+            value = f"(0, given[{i}], 0)" if is_memref else f"number(given[{i}])"
+            self.emit(f"{_name(argument)} = {value}")
+        for line in self.body:
+            text = line.strip()
+            if text == "return" or text.startswith("return "):
+                break
+            if text and not text.startswith("//"):
+                self.statement(text)
+        source = "def run(given, runs, elements, program, sub_block):\n" + "\n".join(self.out)
+        scope: dict[str, Any] = {
+            "UNKNOWN": UNKNOWN,
+            "number": _number,
+            "quotient": _quotient,
+            "remainder": _remainder,
+            "least": _least,
+            "most": _most,
+            "load": _load,
+            "at": _at,
+            "steps": _steps,
+            "choose": lambda condition, a, b: a if condition else b,
+            "ceil": lambda a, b: -(-a // b),
+            "product": math.prod,
+        }
+        exec(compile(source, f"<{name.group(1)}>", "exec"), scope)
+        pipelined = any("multibuffer_unroll_factor" in line for line in self.body)
+        return Function(
+            name.group(1), core, pipelined, tuple(self.ops), scope["run"], len(arguments)
+        )
+
+    def emit(self, code: str) -> None:
+        self.out.append("    " * self.depth + code)
+
+    def statement(self, text: str) -> None:
+        if text.startswith("}"):
+            self.close(text)
+            return
+        results, operation = _results(text)
+        kind = operation.split("(")[0].split("[")[0].split(" ")[0].split("<")[0]
+        if kind == "scf.for":
+            self.open_for(results, operation)
+        elif kind == "scf.if":
+            self.open_if(results, operation)
+        elif kind == "scf.yield":
+            names = re.findall(r"%[\w#-]+", operation.split(" : ")[0])
+            self.assign(self.blocks[-1][1], [_name(n) for n in names])
+        elif kind.startswith("hivm.hir."):
+            self.hivm(results, kind.removeprefix("hivm.hir."), operation)
+        elif kind.startswith("memref."):
+            self.memref(results, kind.removeprefix("memref."), operation)
+        elif kind.startswith(("arith.", "math.", "affine.")):
+            self.emit(f"{_name(results[0])} = {self.scalar(kind, operation)}")
+        else:
+            raise CannotFollowError(f"unknown operation {kind}")
+
+    # ---- blocks ----
+
+    def assign(self, targets: Sequence[str], values: Sequence[str]) -> None:
+        if targets:
+            self.emit(f"{', '.join(targets)} = {', '.join(values)}")
+
+    def open_for(self, results: list[str], text: str) -> None:
+        head = re.match(r"scf\.for (%\w+) = (%[\w#-]+) to (%[\w#-]+) step (%[\w#-]+)", text)
+        if head is None:
+            raise CannotFollowError(f"unknown loop {text[:80]}")
+        carried = re.search(r"iter_args\((.*?)\) ->", text)
+        pairs = re.findall(r"(%\w+) = (%[\w#-]+)", carried.group(1)) if carried else []
+        state = [_name(inner) for inner, _ in pairs]
+        self.assign(state, [_name(outer) for _, outer in pairs])
+        first, last, step = (_name(head.group(i)) for i in (2, 3, 4))
+        self.emit(f"for {_name(head.group(1))} in steps({first}, {last}, {step}):")
+        self.blocks.append(("for", state))
+        self.depth += 1
+        self.emit("pass")
+        self.loops.append((results, state))
+
+    def open_if(self, results: list[str], text: str) -> None:
+        condition = re.match(r"scf\.if (%[\w#-]+)", text)
+        if condition is None:
+            raise CannotFollowError(f"unknown branch {text[:80]}")
+        self.emit(f"if {_name(condition.group(1))}:")
+        self.blocks.append(("if", [_name(r) for r in results]))
+        self.depth += 1
+        self.emit("pass")
+
+    def close(self, text: str) -> None:
+        if not self.blocks:  # of the function or the module
+            return
+        self.depth -= 1
+        kind, _ = self.blocks[-1]
+        if "else" in text:
+            self.emit("else:")
+            self.depth += 1
+            self.emit("pass")
+            return
+        self.blocks.pop()
+        if kind == "for":
+            results, state = self.loops.pop()
+            self.assign([_name(r) for r in results], state)
+
+    # ---- scalars ----
+
+    def scalar(self, kind: str, text: str) -> str:
+        if kind == "arith.constant":
+            return _constant(text)
+        if kind in ("affine.apply", "affine.min", "affine.max"):
+            which = re.search(r"(#map\d*)", text)
+            assert which is not None, text
+            operands = [_name(n) for n in re.findall(r"%[\w#-]+", text.split(which.group(1), 1)[1])]
+            names, expressions = self.maps[which.group(1)]
+            bound = dict(zip(names, operands, strict=True))
+            done = [re.sub(r"[ds]\d+", lambda m: bound[m.group(0)], e) for e in expressions]
+            joined = ", ".join(done)
+            return {"apply": joined, "min": f"least({joined})", "max": f"most({joined})"}[kind[7:]]
+        operands = [_name(n) for n in re.findall(r"%[\w#-]+", text)]
+        name = kind.split(".")[1]
+        if name == "cmpi":
+            predicate = text.split()[1].rstrip(",").lstrip("su")
+            sign = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}[predicate]
+            return f"({operands[0]} {sign} {operands[1]})"
+        if name == "select":
+            return f"choose({', '.join(operands)})"
+        if name == "extsi" and " i1 to " in text:
+            return f"-({operands[0]})"
+        if name in ("extsi", "extui", "trunci", "index_cast", "index_castui"):
+            return f"({operands[0]} & 1)" if text.endswith("to i1") else f"number({operands[0]})"
+        if name in _INFIX:
+            return f"({operands[0]} {_INFIX[name]} {operands[1]})"
+        if name in _CALLS:
+            return f"{_CALLS[name]}({operands[0]}, {operands[1]})"
+        return "UNKNOWN"  # floating point
+
+    # ---- memory ----
+
+    def memref(self, results: list[str], name: str, text: str) -> None:
+        if name in ("load", "store"):
+            where = re.search(r"(%[\w#-]+)\[(.*?)\]", text)
+            kinds = _TYPE.findall(text)
+            assert where is not None, text
+            assert kinds, text
+            if name == "load":
+                index = where.group(2)
+                flat = index.count("%") == 1 and kinds[-1][2] == "gm"
+                value = f"load({_name(where.group(1))}, {_name(index)})" if flat else "UNKNOWN"
+                self.emit(f"{_name(results[0])} = {value}")
+            self.count(Op(f"memref.{name}", "S", 1, _BYTES.get(kinds[-1][1], 4), (kinds[-1][2],)))
+            return
+        target = _name(results[0])
+        source = re.search(rf"memref\.{name} (%[\w#-]+)", text)
+        static = _elements(_TYPE.findall(text)[-1][0])
+        if name == "extract_strided_metadata":
+            assert source is not None, text
+            self.emit(f"{target} = {_name(source.group(1))}")
+            for number in results[1:]:  # offset, sizes and strides, of a buffer of the core
+                self.emit(f"{_name(number)} = UNKNOWN")
+            return
+        if name == "alloc":
+            self.emit(f"{target} = ({static or 0}, None, 0)")
+            return
+        assert source is not None, text
+        base = _name(source.group(1))
+        size = str(static) if static is not None else f"{base}[0]"
+        if name == "reinterpret_cast":
+            parts = re.search(r"offset: \[(.*?)\], sizes: \[(.*?)\]", text)
+            assert parts is not None, text
+            if static is None:
+                size = f"product(({_numbers(parts.group(2))},))"
+            self.emit(f"{target} = at({size}, {base}, {_numbers(parts.group(1))})")
+            return
+        if name == "subview":
+            lists = re.search(r"\[(.*?)\] \[(.*?)\] \[(.*?)\]", text)
+            assert lists is not None, text
+            if static is None:
+                size = f"product(({_numbers(lists.group(2))},))"
+            single = lists.group(1) if "," not in lists.group(1) else "0"
+            self.emit(f"{target} = at({size}, {base}, {_numbers(single)})")
+            return
+        self.emit(f"{target} = ({size}, {base}[1], {base}[2])")
+
+    # ---- what is counted ----
+
+    def count(self, op: Op, elements: str = "") -> None:
+        place = len(self.ops)
+        self.ops.append(op)
+        self.emit(f"runs[{place}] += 1")
+        if op.elements is None:
+            self.emit(f"elements[{place}] += {elements}")
+
+    def hivm(self, results: list[str], name: str, text: str) -> None:
+        if name == "get_block_idx":
+            self.emit(f"{_name(results[0])} = program")
+        elif name == "get_sub_block_idx":
+            self.emit(f"{_name(results[0])} = sub_block")
+        elif name == "pointer_cast":
+            self.emit(
+                f"{_name(results[0])} = ({_elements(_TYPE.findall(text)[-1][0]) or 0}, None, 0)"
+            )
+        elif name in _FREE:
+            return
+        elif name in _SYNCS:
+            self.count(Op(name, "sync", 1, 0))
+        else:
+            self.counted(name, text)
+
+    def counted(self, name: str, text: str) -> None:
+        groups = {
+            side: (re.findall(r"%[\w#-]+", names), _TYPE.findall(types))
+            for side, names, types in re.findall(
+                r"(ins|outs)\(([^:]*) : ((?:[^()]|\([^()]*\))*)\)", text
+            )
+        }
+        ins, outs = groups.get("ins", ([], [])), groups.get("outs", ([], []))
+        kinds = tuple(t[1] for t in [*ins[1], *outs[1]])
+        if name.startswith("mmad"):
+            m, k, n = (_name(v) for v in ins[0][3:6])
+            self.count(Op(name, "M", None, _BYTES.get(kinds[0], 2), kinds), f"{m} * {k} * {n}")
+            return
+        pipe = {"load": "MTE2", "nd2nz": "MTE2", "store": "MTE3", "fixpipe": "FIX"}.get(name, "V")
+        spaces = {t[2] for t in [*ins[1], *outs[1]]}
+        if pipe == "V" and "cbuf" in spaces:
+            pipe = "MTE2"  # filled with a constant by the unit that loads it
+        names, types = outs if name in ("load", "nd2nz") or not ins[1] else ins
+        if name == "nd2nz":
+            names, types = ins
+        if pipe == "V" and outs[1]:  # the wider side: a reduction reads, a broadcast writes
+            sides = [s for s in (ins, outs) if s[1] and s[0]]
+            static = [_elements(s[1][0][0]) for s in sides]
+            if None not in static:
+                wide = max(static)  # type: ignore[type-var]
+                self.count(Op(name, pipe, wide, max(_BYTES.get(k, 4) for k in kinds), kinds))
+                return
+            operands = ", ".join(f"{_name(s[0][0])}[0]" for s in sides if _is_memref(s))
+            size = max(_BYTES.get(k, 4) for k in kinds)
+            self.count(Op(name, pipe, None, size, kinds), f"max(0, {operands})")
+            return
+        if not types:
+            raise CannotFollowError(f"unknown operands of {text[:120]}")
+        elements = _elements(types[0][0])
+        self.count(
+            Op(name, pipe, elements, _BYTES.get(types[0][1], 4), kinds), f"{_name(names[0])}[0]"
+        )
+
+
+def _is_memref(side: tuple[list[str], list[Any]]) -> bool:
+    return bool(side[1])
+
+
+def _results(text: str) -> tuple[list[str], str]:
+    """Names of what an operation gives, and the operation."""
+    found = re.match(r"(%[\w:-]+(?:, %[\w:-]+)*) = (.*)", text)
+    if found is None:
+        return [], text
+    names: list[str] = []
+    for word in found.group(1).split(", "):
+        name, _, count = word.partition(":")
+        names += [f"{name}#{i}" for i in range(int(count))] if count else [name]
+    return names, found.group(2)
+
+
+def _name(value: str) -> str:
+    """A Python name for an SSA value (or a number, as it is)."""
+    value = value.strip()
+    return "v_" + value[1:].replace("#", "__").replace("-", "_") if value[0] == "%" else value
+
+
+def _numbers(text: str) -> str:
+    return ", ".join(_name(word) for word in text.split(",") if word.strip())
+
+
+def _elements(shape: str) -> int | None:
+    """Elements of a shape as types write it, ``16x128x``; None where a size varies."""
+    if "?" in shape:
+        return None
+    return math.prod(int(n) for n in shape.split("x") if n)
+
+
+def _constant(text: str) -> str:
+    value = text.split("arith.constant ", 1)[1].split(" : ")[0].strip()
+    if value in ("true", "false"):
+        return str(int(value == "true"))
+    return value if re.fullmatch(r"-?\d+", value) else "UNKNOWN"
+
+
+def _affine(text: str) -> tuple[list[str], list[str]]:
+    """(names, Python expressions) of an affine map's text."""
+    left, right = text.split("->", 1)
+    tree = ast.parse(
+        right.strip().replace("floordiv", "//").replace("ceildiv", "@").replace("mod", "%"),
+        mode="eval",
+    ).body
+    parts = tree.elts if isinstance(tree, ast.Tuple) else [tree]
+    return re.findall(r"[ds]\d+", left), [ast.unparse(_Ceil().visit(part)) for part in parts]
+
+
+class _Ceil(ast.NodeTransformer):
+    """``a @ b`` stands for ceildiv, which binds like the other divisions and is none in Python."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.op, ast.MatMult):
+            return ast.Call(ast.Name("ceil"), [node.left, node.right], [])
+        return node
+
+
+# ---- at run time -----------------------------------------------------------------------------
+
+
+def _number(value: Any) -> Any:
+    return int(value) if isinstance(value, int) else UNKNOWN
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    """Division that rounds to zero, as C's does."""
+    if isinstance(a, _Unknown) or isinstance(b, _Unknown) or b == 0:
+        return UNKNOWN
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+def _remainder(a: Any, b: Any) -> Any:
+    q = _quotient(a, b)
+    return UNKNOWN if isinstance(q, _Unknown) else a - q * b
+
+
+def _least(*values: Any) -> Any:
+    known = [v for v in values if not isinstance(v, _Unknown)]
+    return min(known) if known else UNKNOWN
+
+
+def _most(*values: Any) -> Any:
+    known = [v for v in values if not isinstance(v, _Unknown)]
+    return max(known) if known else UNKNOWN
+
+
+def _at(size: Any, base: Any, offset: Any) -> Any:
+    return size, base[1], base[2] + offset
+
+
+def _load(memory: Any, index: Any) -> Any:
+    _, values, offset = memory
+    place = offset + index
+    if values is None or isinstance(place, _Unknown) or not 0 <= place < len(values):
+        return UNKNOWN
+    return int(values[place])
+
+
+def _steps(first: Any, last: Any, step: Any) -> range:
+    if any(isinstance(v, _Unknown) for v in (first, last, step)):
+        raise CannotFollowError("a loop whose length only the chip knows")
+    return range(first, last, step)
