@@ -139,6 +139,10 @@ def _run(options: argparse.Namespace) -> int:
         from autotune import export
 
         export.check_writable(options.export, [spec.name for spec in specs], target.arch)
+    if options.report is not None:
+        from autotune import report
+
+        report.check_ready(options.report)
     from autotune import store
 
     storage = store.open_storage(options.storage)

@@ -26,10 +26,13 @@ _DOUBT = 0.01  # chance that the default is as fast after all
 def leaders(
     table: Mapping[str, tuple[Config, Answer]], default: Config, count: int = LEADERS
 ) -> list[Config]:
-    """The default, then the ``count`` best others that were timed to the end, fastest first."""
+    """The default, then the ``count`` best others that were timed to the end, fastest first.
+
+    Of equal times, which estimates often are, the simplest comes first.
+    """
     timed = [
-        (answer.ms, label, config)
-        for label, (config, answer) in table.items()
+        (answer.ms, plainness(config, default), config)
+        for config, answer in table.values()
         if answer.ok
         and answer.ms is not None
         and "stopped_at" not in answer.facts

@@ -7,6 +7,7 @@ replaced. The next request finds a new worker with the same problem opened.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import fcntl
 import json
@@ -66,6 +67,8 @@ class Worker:
         """From now on requests are about ``task``."""
         self._task = task
         self._laid_out = False
+        if self._child is not None and self._child.poll() is not None:
+            self.close()  # it died between two problems
         if self._child is not None:
             self._open_task()
 
@@ -109,7 +112,7 @@ class Worker:
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         imports = [word for name in self._modules for word in ("--import", name)]
         try:
-            self._child = subprocess.Popen(
+            self._child = _started(
                 [self._python, "-m", "autotune.worker", "--answers", str(its), *imports],
                 stdin=subprocess.PIPE,
                 stdout=self._log,
@@ -190,6 +193,14 @@ class Worker:
             return "out of memory", f"the system killed it ({last})"
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         return "crashed", f"{how}: {last}"
+
+
+# A worker dies with the thread that started it (PR_SET_PDEATHSIG), so one that never ends does.
+_starter = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="starts-workers")
+
+
+def _started(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+    return _starter.submit(subprocess.Popen, command, **how).result()
 
 
 @contextlib.contextmanager

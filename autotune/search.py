@@ -23,7 +23,15 @@ from optuna.trial import TrialState
 
 from autotune import store
 from autotune.records import Answer, label_of
-from autotune.space import Parameters, Space, WhyIllegal, config_of, legal_points, neighbours
+from autotune.space import (
+    Parameters,
+    Space,
+    WhyIllegal,
+    config_of,
+    legal_points,
+    neighbours,
+    plainness,
+)
 from tkernels.registry import Config
 
 SAMPLERS = ("auto", "tpe", "random", "exhaustive")
@@ -74,6 +82,7 @@ class Search:
         self.budget = budget
         self.rejected: Counter[str] = Counter()  # reasons of illegal points, as the formula gives
         self._priors = list(priors)
+        self._default = self._priors[0][0] if self._priors else {}
         self._again = self._default_again(study)
         self._core = core or space
         self._parameters = Parameters(self._core, why_illegal)
@@ -108,10 +117,10 @@ class Search:
         return table
 
     def best(self) -> tuple[Config, float] | None:
-        """The fastest config that was timed to the end."""
+        """The fastest config that was timed to the end; of equal ones the simplest."""
         timed = [
-            (answer.ms, label, config)
-            for label, (config, answer) in self.known().items()
+            (answer.ms, plainness(config, self._default), config)
+            for config, answer in self.known().values()
             if answer.ok and answer.ms is not None and "stopped_at" not in answer.facts
         ]
         if not timed:
