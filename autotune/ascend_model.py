@@ -83,6 +83,8 @@ def estimate(spec: KernelSpec, problem: Problem, config: Config) -> Answer:
         digest.update(_program(verdict.hivm).encode())
         try:
             one, its = _launch_seconds(launch, variant, verdict, integers)
+        except hivm.TooLongError as error:
+            return Answer("slow", str(error))
         except hivm.CannotFollowError as error:
             return Answer("does not run", f"its IR cannot be followed: {error}")
         seconds += one

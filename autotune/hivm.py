@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections import Counter
@@ -24,6 +25,7 @@ from typing import Any
 PIPES = ("MTE2", "MTE3", "FIX", "V", "M", "S")
 _BYTES = {"f32": 4, "i32": 4, "bf16": 2, "f16": 2, "i16": 2, "i8": 1, "i1": 1, "i64": 8, "f64": 8}
 _SYNCS = ("set_flag", "wait_flag", "pipe_barrier", "sync_block_set", "sync_block_wait")
+MOST_STEPS = 200_000  # of all loops of a program together
 _FREE = (
     "pointer_cast",
     "set_mask_norm",
@@ -62,6 +64,10 @@ _CALLS = {
 
 class CannotFollowError(ValueError):
     """The IR has something in it that is not known here."""
+
+
+class TooLongError(ValueError):
+    """A program has so many steps that following it would take minutes (and running it, too)."""
 
 
 class _Unknown:
@@ -140,7 +146,7 @@ class Function:
                 f"{self.name} takes {self.arguments} arguments, got {len(given)}"
             )
         runs, elements = [0] * len(self.ops), [0] * len(self.ops)
-        self.run(given, runs, elements, program, sub_block)
+        self.run(given, runs, elements, program, sub_block, [MOST_STEPS])
         full = [
             n * op.elements if op.elements is not None else e
             for op, n, e in zip(self.ops, runs, elements, strict=True)
@@ -156,7 +162,7 @@ def functions(hivm: str) -> tuple[Function, ...]:
     maps = {m.group(1): m.group(2) for m in found_maps if m}
     found = []
     starts = [i for i, line in enumerate(lines) if re.match(r"\s*func\.func ", line)]
-    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+    for start, end in itertools.pairwise([*starts, len(lines)]):
         head = lines[start]
         if "hacc.function_kind<DEVICE>" in head:
             found.append(_Translator(maps, head, lines[start + 1 : end]).function())
@@ -199,7 +205,7 @@ class _Translator:
                 break
             if text and not text.startswith("//"):
                 self.statement(text)
-        source = "def run(given, runs, elements, program, sub_block):\n" + "\n".join(self.out)
+        source = "def run(given, runs, elements, program, sub_block, left):\n" + "\n".join(self.out)
         scope: dict[str, Any] = {
             "UNKNOWN": UNKNOWN,
             "number": _number,
@@ -260,7 +266,7 @@ class _Translator:
         state = [_name(inner) for inner, _ in pairs]
         self.assign(state, [_name(outer) for _, outer in pairs])
         first, last, step = (_name(head.group(i)) for i in (2, 3, 4))
-        self.emit(f"for {_name(head.group(1))} in steps({first}, {last}, {step}):")
+        self.emit(f"for {_name(head.group(1))} in steps({first}, {last}, {step}, left):")
         self.blocks.append(("for", state))
         self.depth += 1
         self.emit("pass")
@@ -535,7 +541,11 @@ def _load(memory: Any, index: Any) -> Any:
     return int(values[place])
 
 
-def _steps(first: Any, last: Any, step: Any) -> range:
+def _steps(first: Any, last: Any, step: Any, left: list[int]) -> range:
     if any(isinstance(v, _Unknown) for v in (first, last, step)):
         raise CannotFollowError("a loop whose length only the chip knows")
-    return range(first, last, step)
+    found = range(first, last, step)
+    left[0] -= len(found)
+    if left[0] < 0:
+        raise TooLongError(f"a program takes more than {MOST_STEPS} steps of its loops")
+    return found

@@ -200,7 +200,10 @@ _starter = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="starts-w
 
 
 def _started(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
-    return _starter.submit(subprocess.Popen, command, **how).result()
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, **how)
+
+    return _starter.submit(start).result()
 
 
 @contextlib.contextmanager

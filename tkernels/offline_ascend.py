@@ -1,8 +1,8 @@
 """Compile a recorded launch for Ascend, with no NPU and no CANN, as far as that goes.
 
 ``lower`` takes it to linalg with triton-ascend. ``check`` asks Huawei's own compiler whether it
-takes that, and what it puts where on the chip: ``bishengir-compile`` (package ``ascendnpu-ir``) runs
-its whole pipeline (tiling, memory plan, synchronisation) and stops where it would start ``hivmc``,
+takes that, and what it puts where on the chip: ``bishengir-compile`` (of ``ascendnpu-ir``) runs its
+whole pipeline (tiling, memory plan, synchronisation) and stops where it would start ``hivmc``,
 the assembler, which only CANN has. Needs both packages; importing this file needs none.
 """
 

@@ -1,0 +1,163 @@
+"""Following a compiler's last IR: counts with real trip counts, on small modules written here."""
+
+from __future__ import annotations
+
+import pytest
+
+from autotune import hivm
+from autotune.hivm import CannotFollowError, TooLongError
+
+GM = "#hivm.address_space<gm>"
+UB = "#hivm.address_space<ub>"
+CBUF = "#hivm.address_space<cbuf>"
+
+
+def module(body: str, *own: str, core: str = "AIV", maps: str = "") -> str:
+    """A module with one function; its ``own`` arguments follow the three of the system."""
+    count = 3 + len(own)
+    names = [f"%arg{i}: {kind}" for i, kind in enumerate(["i64", f"memref<?xi8, {GM}>"] * 2)][:3]
+    names += [f"%arg{3 + i}: {kind}" for i, kind in enumerate(own)]
+    names += [f"%arg{count + i}: i32" for i in range(3)]  # the grid
+    return f"""{maps}
+module attributes {{}} {{
+  func.func @helper() -> i8 attributes {{hacc.function_kind = #hacc.function_kind<HOST>}} {{
+    %c1_i8 = arith.constant 1 : i8
+    return %c1_i8 : i8
+  }}
+  func.func @kernel({", ".join(names)}) attributes {{hacc.entry, hacc.function_kind = #hacc.function_kind<DEVICE>, hivm.func_core_type = #hivm.func_core_type<{core}>}} {{
+{body}
+    return
+  }}
+}}
+"""  # noqa: E501
+
+
+ROWS = f"""
+    %c0 = arith.constant 0 : index
+    %c1_i32 = arith.constant 1 : i32
+    %c-2_i32 = arith.constant -2 : i32
+    %0 = hivm.hir.get_block_idx -> i64
+    %1 = arith.trunci %0 : i64 to i32
+    %buffer = hivm.hir.pointer_cast(%c0) : memref<128xf32, {UB}>
+    scf.for %arg8 = %1 to %arg4 step %arg5  : i32 {{
+      %2 = arith.index_cast %arg8 : i32 to index
+      %row = memref.reinterpret_cast %arg3 to offset: [%2], sizes: [128], strides: [1] : memref<?xf32, {GM}> to memref<128xf32, strided<[1], offset: ?>, {GM}>
+      hivm.hir.wait_flag[<PIPE_V>, <PIPE_MTE2>, <EVENT_ID0>]
+      hivm.hir.load ins(%row : memref<128xf32, strided<[1], offset: ?>, {GM}>) outs(%buffer : memref<128xf32, {UB}>)
+      hivm.hir.set_flag[<PIPE_MTE2>, <PIPE_V>, <EVENT_ID0>]
+      hivm.hir.vmul ins(%buffer, %buffer : memref<128xf32, {UB}>, memref<128xf32, {UB}>) outs(%buffer : memref<128xf32, {UB}>)
+      hivm.hir.store ins(%buffer : memref<128xf32, {UB}>) outs(%row : memref<128xf32, strided<[1], offset: ?>, {GM}>)
+    }}
+"""  # noqa: E501
+
+
+def follow(text: str, values: list[object], grid: int = 1, program: int = 0) -> dict[str, int]:
+    [function] = hivm.functions(text)
+    return function.follow(values, (grid, 1, 1), program).totals()
+
+
+def test_loops_run_as_often_as_the_arguments_say() -> None:
+    text = module(ROWS, f"memref<?xf32, {GM}>", "i32")
+    assert [f.name for f in hivm.functions(text)] == ["kernel"]  # the host's are left out
+    totals = [follow(text, [None, 10], 4, program) for program in range(4)]
+    assert [t["MTE2 ops"] for t in totals] == [3, 3, 2, 2]
+    assert sum(t["MTE2 bytes"] for t in totals) == 10 * 128 * 4
+    assert totals[0] == {
+        "MTE2 bytes": 3 * 512,
+        "MTE2 ops": 3,
+        "V bytes": 3 * 512,
+        "V ops": 3,
+        "MTE3 bytes": 3 * 512,
+        "MTE3 ops": 3,
+        "sync wait_flag": 3,
+        "sync set_flag": 3,
+    }
+
+
+LENGTHS = f"""
+    %c0 = arith.constant 0 : index
+    %c1 = arith.constant 1 : index
+    %c16_i32 = arith.constant 16 : i32
+    %c15_i32 = arith.constant 15 : i32
+    %0 = hivm.hir.get_block_idx -> i64
+    %1 = arith.index_cast %0 : i64 to index
+    %length = memref.reinterpret_cast %arg3 to offset: [%1], sizes: [1], strides: [1] : memref<?xi32, {GM}> to memref<1xi32, strided<[1], offset: ?>, {GM}>
+    %2 = memref.load %length[%c0] : memref<1xi32, strided<[1], offset: ?>, {GM}>
+    %3 = arith.addi %2, %c15_i32 : i32
+    %4 = arith.divsi %3, %c16_i32 : i32
+    %5 = arith.index_cast %4 : i32 to index
+    %a = hivm.hir.pointer_cast(%c0) : memref<4x16xbf16, {CBUF}>
+    %count:2 = scf.for %arg7 = %c0 to %5 step %c1 iter_args(%i = %c0, %b = %a) -> (index, memref<4x16xbf16, {CBUF}>) {{
+      %6 = affine.min #map(%arg7)[%5]
+      %page = memref.subview %b[0, 0] [%6, 16] [1, 1] : memref<4x16xbf16, {CBUF}> to memref<?x16xbf16, {CBUF}>
+      %any = memref.cast %page : memref<?x16xbf16, {CBUF}> to memref<?x?xbf16, {CBUF}>
+      hivm.hir.mmadL1 {{b_transpose}} ins(%any, %any, %c1, %6, %c1, %c1 : memref<?x?xbf16, {CBUF}>, memref<?x?xbf16, {CBUF}>, i1, index, index, index) outs(%any : memref<?x?xbf16, {CBUF}>)
+      %7 = arith.addi %i, %6 : index
+      scf.yield %7, %b : index, memref<4x16xbf16, {CBUF}>
+    }} {{multibuffer_unroll_factor = 4 : i32}}
+    %8 = arith.cmpi sgt, %count#0, %c1 : index
+    scf.if %8 {{
+      hivm.hir.pipe_barrier[<PIPE_ALL>]
+    }} else {{
+      hivm.hir.sync_block_set[<CUBE>, <PIPE_MTE2>, <PIPE_S>] flag = 4
+    }}
+"""  # noqa: E501
+MAP = "#map = affine_map<(d0)[s0] -> (4, (s0 - d0) * 2 + d0 mod 2 - d0 mod 2, s0 ceildiv 1 + 9)>"
+
+
+def test_lengths_come_from_the_tensor_that_holds_them() -> None:
+    """Trip counts, sizes and branches follow from a loaded integer, through maps and yields."""
+    text = module(LENGTHS, f"memref<?xi32, {GM}>", core="AIC", maps=MAP)
+    [function] = hivm.functions(text)
+    assert (function.core, function.pipelined) == ("aic", True)
+    lengths = [33, 1, 0]
+    totals = [follow(text, [lengths], 3, program) for program in range(3)]
+    # 33 tokens are three pages: min(4, (3 - i) * 2) rows each.
+    assert totals[0]["M macs bf16"] == 4 + 4 + 2
+    assert totals[0]["sync pipe_barrier"] == 1
+    assert totals[1]["M macs bf16"] == 2
+    assert totals[1]["sync pipe_barrier"] == 1
+    assert "M ops" not in totals[2]
+    assert totals[2]["sync sync_block_set"] == 1
+
+
+def test_a_loop_of_unknown_length_is_refused() -> None:
+    text = module(LENGTHS, f"memref<?xi32, {GM}>", core="AIC", maps=MAP)
+    with pytest.raises(CannotFollowError, match="a loop whose length only the chip knows"):
+        follow(text, [None])
+
+
+def test_endless_programs_are_given_up() -> None:
+    text = module(ROWS, f"memref<?xf32, {GM}>", "i32")
+    with pytest.raises(TooLongError, match="more than 200000 steps"):
+        follow(text, [None, 10**9])
+
+
+def test_misfits_are_named() -> None:
+    text = module(ROWS, f"memref<?xf32, {GM}>", "i32")
+    with pytest.raises(CannotFollowError, match="kernel takes 8 arguments, got 7"):
+        follow(text, [None])
+    with pytest.raises(CannotFollowError, match=r"unknown operation strange\.op"):
+        hivm.functions(module("    %0 = strange.op %arg0 : i64"))
+    with pytest.raises(CannotFollowError, match="expected a device function"):
+        hivm.functions("module {}")
+
+
+def test_division_rounds_to_zero() -> None:
+    body = """
+    %c2_i32 = arith.constant 2 : i32
+    %c0_i32 = arith.constant 0 : i32
+    %c1_i32 = arith.constant 1 : i32
+    %0 = arith.divsi %arg3, %c2_i32 : i32
+    %1 = arith.remsi %arg3, %c2_i32 : i32
+    %2 = arith.subi %c0_i32, %0 : i32
+    %3 = arith.subi %c0_i32, %1 : i32
+    scf.for %i = %c0_i32 to %2 step %c1_i32  : i32 {
+      hivm.hir.pipe_barrier[<PIPE_V>]
+    }
+    scf.for %i = %c0_i32 to %3 step %c1_i32  : i32 {
+      hivm.hir.set_flag[<PIPE_V>, <PIPE_S>, <EVENT_ID0>]
+    }
+"""
+    totals = follow(module(body, "i32"), [-7])
+    assert totals == {"sync pipe_barrier": 3, "sync set_flag": 1}
