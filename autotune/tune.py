@@ -23,6 +23,7 @@ from tkernels.device import Device
 from tkernels.registry import Config, KernelSpec
 
 _BLOCKS = 8  # of a timing that is not stopped early
+_CHECKS = 3  # of the winner, after all that it ran
 _CAP = 3.0  # times slower than the best: not timed further
 
 
@@ -225,6 +226,7 @@ def _outcome(searching: Search, task: Task, setup: Setup, default: Config) -> Ou
     default_answer = table[label_of(default)][1]
     measured: dict[str, Any] | None = None
     estimate: dict[str, Any] | None = None
+    failed: list[str] = []
     if setup.offline:
         times = [table[label_of(config)][1].ms or 0.0 for config in configs]
         place = choose.by_estimates(configs, times)
@@ -233,7 +235,7 @@ def _outcome(searching: Search, task: Task, setup: Setup, default: Config) -> Ou
         estimate = {**_now(), **facts}
     else:
         configs, samples = _duel(configs, setup)
-        place = choose.by_samples(configs, samples)
+        place, failed = _choose(configs, samples, setup)
         ms, default_ms = statistics.median(samples[place]), statistics.median(samples[0])
         measured = {
             **_now(),
@@ -253,10 +255,38 @@ def _outcome(searching: Search, task: Task, setup: Setup, default: Config) -> Ou
         default_ms=default_ms,
         trials=len(table),
         failures=search.failures_of(table),
-        wrong=wrong,
+        wrong=(*wrong, *failed),
         measured=measured,
         estimate=estimate,
     )
+
+
+def _choose(
+    configs: list[Config], samples: list[list[float]], setup: Setup
+) -> tuple[int, list[str]]:
+    """Place of the config to keep, and what turned out wrong when the winner was checked again.
+
+    A config that is right by chance, or most of the time, has run hundreds of times by now.
+    """
+    worker = setup.workers[0]
+    failed: list[str] = []
+    left = list(range(len(configs)))
+    while True:
+        winner = left[choose.by_samples([configs[i] for i in left], [samples[i] for i in left])]
+        try:
+            with alone_on(device.identity()):
+                worker.lay_out()
+                for _ in range(_CHECKS):
+                    worker.ask("check", config=configs[winner])
+            return winner, failed
+        except WorkerError as error:
+            failed.append(f"{configs[winner]}: {error.message}")
+            if winner == 0:
+                raise ValueError(
+                    f"autotune: the default config must run to be compared with, got: "
+                    f"{error.kind}: {error.message}"
+                ) from None
+            left.remove(winner)
 
 
 def _duel(configs: list[Config], setup: Setup) -> tuple[list[Config], list[list[float]]]:

@@ -16,7 +16,10 @@ from tkernels.device import Device
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
 
 RIGHT = {"slow": 0.006, "default": 0.004, "fast": 0.002}  # seconds that a call takes
-FAULTS = ("wrong", "partial", "outside", "hang", "abort", "exit", "killed", "memory", "raises")
+FAULTS = (
+    *("wrong", "partial", "outside", "spoils", "flaky"),
+    *("hang", "abort", "exit", "killed", "memory", "raises"),
+)
 _kept: list[torch.Tensor] = []
 
 
@@ -38,6 +41,12 @@ def planted(
         out.copy_(2 * x)
         if out.storage_offset() > 0:
             out.as_strided((1,), (1,), out.storage_offset() - 1).zero_()
+    elif how == "spoils":
+        out.copy_(2 * x)
+        x[0] = 7
+    elif how == "flaky":  # the fastest, and right until it has run many times
+        _kept.append(x)
+        out.copy_(2 * x + (len(_kept) > 40))
     elif how == "hang":
         time.sleep(3600)
     elif how == "abort":

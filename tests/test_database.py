@@ -133,7 +133,7 @@ def test_two_tuners_share_a_study_and_one_is_killed(server: str, tmp_path: Path)
     assert len(lost) == 1
     assert lost[0].user_attrs["message"] == "its tuner was killed"
     told = [label_of(t.user_attrs["config"]) for t in tried if t.state.name != "FAIL"]
-    assert len(told) == len(set(told)) == row["trials"] == 12
+    assert len(told) == len(set(told)) == row["trials"] == 14
     owners = {t.user_attrs["owner"]["pid"] for t in tried}
     assert owners == {victim.pid, survivor.pid}
 
