@@ -169,15 +169,42 @@ class Resources:
 
 
 def compile_cuda(launch: Launch, capability: int) -> Resources:
-    """Compile ``launch`` for an NVIDIA chip, with no GPU present, by triton's own ptxas.
+    """Compile ``launch`` for an NVIDIA chip, with no GPU present, by triton's own ptxas."""
+    compiled = compiled_cuda(launch, capability)
+    chip = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+    log = _ptxas_log(compiled.asm["ptx"], chip)
+    return Resources(
+        registers=_number(r"Used (\d+) registers", log),
+        spill_bytes=_number(r"(\d+) bytes spill stores", log),
+        shared_bytes=int(compiled.metadata.shared),
+    )
+
+
+def compiled_cuda(launch: Launch, capability: int) -> Any:
+    """What ``triton.compile`` makes of ``launch`` for an NVIDIA chip, with no GPU present.
 
     Pointers and integers that divide by 16 are declared so, as a launch does: without that loads
-    are not vectorised, and the figures are another kernel's.
+    are not vectorised, and the program is another one.
     """
     compiler = importlib.import_module("triton.backends.compiler")
     source = importlib.import_module("triton.compiler").ASTSource
     if launch.fn.is_gluon():
         source = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
+    signature, constants, attributes = arguments_of(launch)
+    return device.triton.compile(
+        source(fn=launch.fn, signature=signature, constexprs=constants, attrs=attributes),
+        target=compiler.GPUTarget(device.sm_facts(capability).type, capability, 32),
+        options=dict(launch.options),
+    )
+
+
+def arguments_of(
+    launch: Launch,
+) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], list[list[Any]]]]:
+    """(types by name, constants and attributes by place) as triton's launch path on CUDA has them.
+
+    Two launches of one kernel with the same options and these are one program.
+    """
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
@@ -191,18 +218,7 @@ def compile_cuda(launch: Launch, capability: int) -> Resources:
         signature[parameter.name] = type_name(value)
         if isinstance(value, torch.Tensor) or (special and value % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
-    compiled = device.triton.compile(
-        source(fn=launch.fn, signature=signature, constexprs=constants, attrs=attributes),
-        target=compiler.GPUTarget(device.sm_facts(capability).type, capability, 32),
-        options=dict(launch.options),
-    )
-    chip = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
-    log = _ptxas_log(compiled.asm["ptx"], chip)
-    return Resources(
-        registers=_number(r"Used (\d+) registers", log),
-        spill_bytes=_number(r"(\d+) bytes spill stores", log),
-        shared_bytes=int(compiled.metadata.shared),
-    )
+    return signature, constants, attributes
 
 
 def _number(pattern: str, text: str) -> int:
