@@ -1,4 +1,4 @@
-"""What the model says of every config of a measured table, as a table: for ``python -m bench.rank``.
+"""What the model says of each config of a measured table, as a table for ``python -m bench.rank``.
 
     TKERNELS_DEVICE=compile:sm90 python -m autotune.estimate_table --kernel rope \\
         --case qwen3-8b-t64 measured.json > model.json

@@ -12,14 +12,16 @@ code, ``autotune.nvidia_work`` says what each program has to do. Bounds of a lau
   bytes in flight, dependent loads, barriers, the tail of the last wave and spills come in. The way
   of one program with one step stands apart ("ramp"): before it nothing streams.
 
-Ramp and start of a kernel are added. The other three overlap, but not wholly: latency joins memory
-as the root of the sum of squares where loads are synchronous, because a warp that waits for its
-loads asks for no others meanwhile; asynchronous copies and compute join by sixth and fourth powers.
-Constants are published or measured ones, named below.
+Ramp and start of a kernel are added. The other three overlap, but not wholly: they join as the n-th
+root of the sum of n-th powers. Compute joins by fourth powers. Latency joins memory by sixth powers
+where copies run so far ahead that a warp hardly waits for memory; else a program that waits loads
+nothing meanwhile, and others of its core fill the gaps: cubes, or powers of 1.5 if it is alone.
+Constants are published or measured ones, named below; the powers were chosen by the times of a few
+dozen configs.
 
 What the model does not know: what is in L2 when a program runs (as many bytes are read cold as the
 problem needs at least, the others hit), so nothing of orders that keep keys in L2 (``SECTION``);
-sectors that strided access wastes, and bank conflicts; how warps of one program wait for each
+bank conflicts; pages of memory that are opened for little; how warps of one program wait for each
 other's unequal ways; the clock under load; values, so also which forward branches are taken (all
 guarded work runs). Of a warp-specialised body (``variant`` hopper) it knows the products, a fixed
 cost a step and a tile, and how even the tiles are dealt, but not its code: stages make no
@@ -59,6 +61,7 @@ class Chip:
     memory: float = 3.03e12  # bytes/s, measured of reading (CONTRIBUTING); a copy: 3.015
     l2: float = 5.5e12  # bytes/s, as published microbenchmarks have it
     core_bytes: float = 64  # a cycle, between one core and L2
+    sector: int = 32  # bytes that are moved at least
     products: float = 776e12  # flop/s, attention without softmax (CONTRIBUTING)
     old_products: float = 400e12  # by mma.sync, which reaches 60% of wgmma
     memory_cycles: float = 800  # load latency of what is not in L2, cold address translation too
@@ -76,7 +79,8 @@ class Chip:
 
 
 H100 = Chip()
-_SYNCHRONOUS, _ASYNCHRONOUS, _COMPUTE = 2.0, 6.0, 4.0  # powers by which bounds join
+_AHEAD, _TOGETHER, _ALONE, _COMPUTE = 6.0, 3.0, 1.5, 4.0  # powers by which bounds join
+_HARDLY = 0.1  # of its time a warp waits for memory
 # Cycles of a warp-specialised body, a step and a tile, besides products: softmax that nothing
 # covers, first loads, the end of a tile. From its times with key blocks of 128 and 64, and with
 # many short tiles.
@@ -101,7 +105,7 @@ class Bounds:
     latency: float  # less ``ramp``
     ramp: float
     launch: float
-    power: float = _SYNCHRONOUS  # by which latency joins memory
+    power: float = _TOGETHER  # by which latency joins memory
 
     @property
     def seconds(self) -> float:
@@ -158,17 +162,22 @@ def time_of(
     one: sass.Walk,
     *,
     ramp_cycles: float,
+    exposed: float,
     programs: int,
     uneven: tuple[float, float],
     needed_bytes: float,
     useful: float,
+    run: int = 128,
     overlapped: bool,
     chip: Chip = H100,
 ) -> Bounds:
     """Bounds of a launch whose ``programs`` do ``one`` each on average.
 
-    ``uneven``: the busiest place's share over the average one's, of places in cores and of cores.
-    ``needed_bytes``: what must come from and go to memory.
+    ``ramp_cycles``: of a program with one step. ``exposed``: share of its time that a warp waits
+    for memory. ``uneven``: the busiest place's share over the average one's, of places in cores and
+    of cores.
+    ``needed_bytes``: what must come from and go to memory. ``useful``: share of the lanes that move
+    something. ``run``: bytes of a tile that lie together, up to a cache line of 128.
     """
     threads = 32 * need.warps
     resident = occupancy(need, chip)
@@ -176,12 +185,12 @@ def time_of(
     cores = min(programs, chip.cores)
     rounds = programs / places * uneven[0]
     a_core = programs / cores * uneven[1]
-    moved = (one.loaded + one.stored) * threads * useful
+    moved = (one.loaded + one.stored) * threads * useful * max(1.0, chip.sector / run)
     local = one.spilled * threads  # in L1, and in L2 when it does not fit
     memory = max(
-        needed_bytes / chip.memory,
+        needed_bytes * max(1.0, chip.sector / run) / chip.memory,
         programs * moved / chip.l2,
-        a_core * (moved + local) / chip.core_bytes / chip.clock,
+        a_core * (moved + local) / min(chip.core_bytes, run) / chip.clock,
     )
     products = one.mma * need.warps * 4096 * a_core * chip.cores / chip.old_products
     products += one.wgmma * need.warps / 4 * 2048 * a_core * chip.cores / chip.products
@@ -192,7 +201,8 @@ def time_of(
     ramp = (ramp_cycles + chip.program_start) / chip.clock
     latency = max(0.0, rounds * (one.cycles + chip.program_start) / chip.clock - ramp)
     launch = chip.start_overlapped if overlapped else chip.start
-    power = _ASYNCHRONOUS if one.copied > one.loaded / 2 else _SYNCHRONOUS
+    power = _TOGETHER if min(resident * chip.cores, programs) > chip.cores else _ALONE
+    power = _AHEAD if exposed < _HARDLY else power
     return Bounds(memory, compute, latency, ramp, launch, power)
 
 
@@ -300,7 +310,10 @@ def _compile(launch: offline.Launch) -> Compiled | str:
         try:
             kernel = offline.compiled_cuda(launch, 90)
         except Exception as error:  # a compiler may raise anything
-            line = " ".join(str(error).split())[:400]
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # the outermost shows a source, the innermost why
+                cause = cause.__cause__
+            line = " ".join(str(cause).split())[-300:]
             _programs[identity] = f"{type(error).__name__}: {line}"
         else:
             program = sass.read(kernel.asm["cubin"])
@@ -324,15 +337,19 @@ def _bounds(one: Compiled, launch: offline.Launch, work: Work, needed: float) ->
     mean = sass.Walk()
     for pair, count in counts.items():
         mean = mean.plus(costs[pair], count / work.programs)
+    no_wait = _walks(one.program, launch, work, counts, 1.0)
+    busy = sum(no_wait[pair].cycles * count for pair, count in counts.items()) / work.programs
     uneven = _uneven(one.need, work, {pair: w.cycles for pair, w in costs.items()})
     return time_of(
         one.need,
         mean,
+        exposed=1 - busy / mean.cycles,
         ramp_cycles=_walk(one.program, launch, work, 1, 1, memory).cycles,
         programs=work.programs,
         uneven=uneven,
         needed_bytes=needed,
         useful=work.useful,
+        run=work.run,
         overlapped=bool(launch.options.get("launch_pdl")),
     )
 

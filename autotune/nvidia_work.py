@@ -25,6 +25,7 @@ class Work:
     steps: tuple[int, ...]  # of each tile; one number where all are alike; 0: nothing to do
     masked: int = 0  # steps that the second of two inner loops has; the first has the others
     useful: float = 1.0  # share of the lanes of loads and stores that are not masked off
+    run: int = 128  # bytes of a tile that lie together in memory
 
     def of_programs(self) -> dict[tuple[int, int], int]:
         """How many programs have (tiles, steps)."""
@@ -49,11 +50,12 @@ def of_launch(kernel: str, problem: Problem, launch: Launch) -> Work:
     """The work of ``launch``, which the kernel called ``kernel`` made for ``problem``."""
     grid, args = launch.grid[0] * launch.grid[1] * launch.grid[2], launch.args
     tiles = int(args.get("n_tiles", grid))
+    run = _run(problem, launch)
     if kernel == "paged_attn" and "BLOCK_M" in args:
-        return Work(tiles, grid, _paged(problem, launch), masked=1)
+        return Work(tiles, grid, _paged(problem, launch), masked=1, run=run)
     if kernel == "flash_attn":
         blocks, masked = _flash(problem, launch)
-        return Work(tiles, grid, blocks, masked)
+        return Work(tiles, grid, blocks, masked, run=run)
     steps, useful = 1, 1.0
     if "N_COLS" in args and "BLOCK_N" in args:
         cols, block = int(args["N_COLS"]), int(args["BLOCK_N"])
@@ -65,7 +67,16 @@ def of_launch(kernel: str, problem: Problem, launch: Launch) -> Work:
     if "n_inner" in args and "BLOCK_ROWS" in args:
         padded = cdiv(int(args["n_inner"]), int(args["BLOCK_ROWS"])) * int(args["BLOCK_ROWS"])
         useful *= int(args["n_inner"]) / padded
-    return Work(tiles, grid, (steps,), useful=useful)
+    return Work(tiles, grid, (steps,), useful=useful, run=run)
+
+
+def _run(problem: Problem, launch: Launch) -> int:
+    """By the constant that bounds a tile's last dimension."""
+    for name in ("BLOCK_D", "BLOCK_HALF", "BLOCK_N"):
+        if name in launch.args and "dtype" in problem:
+            run = int(launch.args[name]) * problem["dtype"].itemsize
+            return min(128, run)
+    return 128
 
 
 def _paged(problem: Problem, launch: Launch) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from bench import tables
 from bench.rows import UsageError
 from bench.tables import Entries, label
+from tkernels.registry import Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Ranking:
     false_failures: int  # the model said they fail, and they ran
 
 
-def rank(model: Entries, measured: Entries, default: tables.Config | None = None) -> Ranking:
+def rank(model: Entries, measured: Entries, default: Config | None = None) -> Ranking:
     """Compare two tables of one problem. Needs three configs with both times."""
     from scipy.stats import spearmanr
 
@@ -90,7 +91,7 @@ def plot(model: Entries, measured: Entries, title: str, path: Path) -> None:
     figure = Figure(figsize=(5, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.scatter(*zip(*pairs, strict=True), s=8, alpha=0.5)
+    axes.scatter([t for t, _ in pairs], [s for _, s in pairs], s=8, alpha=0.5)
     axes.axline((min(t for t, _ in pairs),) * 2, slope=1, color="grey", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="model, ms", ylabel="measured, ms", title=title)
     figure.savefig(path, dpi=150)
