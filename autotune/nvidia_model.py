@@ -371,7 +371,7 @@ def _walks(
 
     if len(pairs) <= 3:
         return {pair: walk(*pair) for pair in pairs}
-    few, many = work.masked + 4, work.masked + 12
+    few, many = work.masked + 16, work.masked + 28
     base = walk(1, few)
     a_step = walk(1, many).plus(base, -1.0).times(1 / (many - few))
     a_tile = walk(2, 2 * few).plus(base, -1.0).plus(a_step, -float(few))

@@ -74,8 +74,7 @@ def _run(problem: Problem, launch: Launch) -> int:
     """By the constant that bounds a tile's last dimension."""
     for name in ("BLOCK_D", "BLOCK_HALF", "BLOCK_N"):
         if name in launch.args and "dtype" in problem:
-            run = int(launch.args[name]) * problem["dtype"].itemsize
-            return min(128, run)
+            return min(128, int(launch.args[name]) * int(problem["dtype"].itemsize))
     return 128
 
 

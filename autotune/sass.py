@@ -40,7 +40,9 @@ _OPCODES = {
 _WIDTHS = (1, 1, 2, 2, 4, 8, 16, 16)  # bytes a thread, by bits 73 to 75
 _TRUE, _NEVER = 7, 15  # predicates
 _NO_BARRIER = 7
-_PASSES = 8  # more than stages of a pipeline
+# Passes of a loop that are walked, and how many, the last of them, stand for the rest. With copies
+# n passes ahead times repeat every n passes, and 12 divides by most n.
+_INNER_PASSES, _OUTER_PASSES = (16, 12), (3, 1)
 _SPIN = 8  # a shorter loop waits for a barrier
 
 # Cycles until a result is there, of what has no fixed latency. Memory is a parameter. Published
@@ -56,16 +58,16 @@ _HMMA = 8  # at least, between two of one warp: mma.sync reaches 60% of 512 prod
 class Instruction:
     """One instruction; ``target`` is the place that a branch goes to, in instructions."""
 
-    name: str  # "" for what has no part in the model
-    always: bool  # has no predicate
-    width: int  # bytes a thread, of what moves memory
-    stall: int
-    sets: int  # barrier, or _NO_BARRIER
-    sets_read: int  # barrier that is cleared when its operands have been read
-    waits: int  # mask of barriers
-    left: int  # groups that a DEPBAR leaves in flight
-    columns: int  # N of an HGMMA
-    target: int
+    name: str = ""  # "" for what has no part in the model
+    always: bool = True  # has no predicate
+    width: int = 0  # bytes a thread, of what moves memory
+    stall: int = 1
+    sets: int = _NO_BARRIER
+    sets_read: int = _NO_BARRIER  # barrier that is cleared when its operands have been read
+    waits: int = 0  # mask of barriers
+    left: int = 0  # groups that a DEPBAR leaves in flight
+    columns: int = 0  # N of an HGMMA
+    target: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,9 @@ class Program:
 
     code: tuple[Instruction, ...]
     loops: tuple[Loop, ...]
+    taken: frozenset[
+        int
+    ]  # forward branches with a predicate that lead to more work than what follows
     registers: int
 
     @property
@@ -135,8 +140,14 @@ def read(cubin: bytes) -> Program:
     """The kernel in a cubin (an ELF file with one function)."""
     sections = dict(_sections(cubin))
     text = next(body for name, body in sections.items() if name.startswith(".text."))
-    code = tuple(_instruction(text, at) for at in range(0, len(text), 16))
-    return Program(code, _loops(code), _registers(sections[".nv.info"]))
+    code = [_instruction(text, at) for at in range(0, len(text), 16)]
+    return program_of(code, _registers(sections[".nv.info"]))
+
+
+def program_of(code: Sequence[Instruction], registers: int) -> Program:
+    """A program with what its instructions tell of loops and branches."""
+    loops = _loops(code)
+    return Program(tuple(code), loops, _taken(code, loops), registers)
 
 
 def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
@@ -197,6 +208,25 @@ def _loops(code: Sequence[Instruction]) -> tuple[Loop, ...]:
     return tuple(found)
 
 
+def _taken(code: Sequence[Instruction], loops: Sequence[Loop]) -> frozenset[int]:
+    """Branches to the longer of two ways to the end; what lies in a loop counts many times."""
+    found = set()
+    ahead = [0] * (len(code) + 1)  # instructions from here to the end
+    for at in reversed(range(len(code))):
+        i, following = code[at], ahead[at + 1]
+        if i.name == "EXIT" and i.always:
+            following = 0
+        elif i.name == "BRA" and at < i.target < len(code):
+            if i.always:
+                following = ahead[i.target]
+            elif ahead[i.target] > following:
+                found.add(at)
+                following = ahead[i.target]
+        depth = sum(loop.first <= at <= loop.last for loop in loops)
+        ahead[at] = following + 100**depth
+    return frozenset(found)
+
+
 # ---- walking ------------------------------------------------------------------------------------
 
 
@@ -204,8 +234,7 @@ def walk(program: Program, trips: Mapping[int, int], memory: float) -> Walk:
     """One warp's way, alone on its core: ``trips`` of each loop (by place of its branch), cycles of
     a load.
 
-    Forward branches with a predicate skip work that is there in the model, so they are not taken.
-    A loop runs eight times, and what the eighth one took stands for the others.
+    All guarded work is done: of two ways the longer one is taken.
     """
     code = program.code
     ends = {loop.last: loop for loop in program.loops}
@@ -214,9 +243,10 @@ def walk(program: Program, trips: Mapping[int, int], memory: float) -> Walk:
     open_copy = products = 0.0
     total = Walk()
     passes: dict[int, list[Walk]] = {}
-    now, at, budget = 0.0, 0, 50 * len(code)
-    while 0 <= at < len(code) and budget:
+    now, at, budget = 0.0, 0, 1000 * len(code)
+    while at < len(code):
         i, budget = code[at], budget - 1
+        assert budget > 0, "sass: this program has no end"
         for b in range(6):
             if i.waits >> b & 1:
                 now = max(now, barriers[b])
@@ -264,7 +294,7 @@ def walk(program: Program, trips: Mapping[int, int], memory: float) -> Walk:
             at += 1
         elif at in ends:
             at, now = _turn(ends[at], trips.get(at, 1), passes, total, now, barriers, copies)
-        elif i.always and i.target > at:
+        elif i.target > at and (i.always or at in program.taken):
             at = i.target
         else:
             at += 1
@@ -283,11 +313,12 @@ def _turn(
     """(where to go on, cycles) at the end of a loop; the rest of many trips is added at once."""
     done = passes.setdefault(loop.last, [])
     done.append(dataclasses.replace(total))
-    if len(done) < min(trips, _PASSES):
+    passes_walked, last = _INNER_PASSES if loop.inner else _OUTER_PASSES
+    if len(done) < min(trips, passes_walked):
         return loop.first, now
     rest = trips - len(done)
     if rest > 0:
-        one = done[-1].plus(done[-2], -1.0)
+        one = done[-1].plus(done[-1 - last], -1.0).times(1 / last)
         summed = total.plus(one, rest)
         total.__dict__.update(summed.__dict__)
         passed = one.cycles * rest

@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bench import tables
@@ -40,9 +40,9 @@ def rank(model: Entries, measured: Entries, default: Config | None = None) -> Ra
     """Compare two tables of one problem. Needs three configs with both times."""
     from scipy.stats import spearmanr
 
-    told, seen = ({label(c): ms for c, ms in entries} for entries in (model, measured))
+    told, seen = dict(_by_label(model)), dict(_by_label(measured))
     common = [name for name in told if name in seen]
-    pairs = [(t, s) for t, s in ((told[n], seen[n]) for n in common) if t and s]
+    pairs = _pairs(told, seen)
     if len(pairs) < 3:
         raise UsageError(f"the tables must share 3 configs with times, got {len(pairs)}")
     best = min(s for _, s in pairs)
@@ -57,6 +57,18 @@ def rank(model: Entries, measured: Entries, default: Config | None = None) -> Ra
         unseen_failures=sum(told[n] is not None and seen[n] is None for n in common),
         false_failures=sum(told[n] is None and seen[n] is not None for n in common),
     )
+
+
+def _by_label(entries: Entries) -> Iterator[tuple[str, float | None]]:
+    return ((label(config), ms) for config, ms in entries)
+
+
+def _pairs(
+    told: Mapping[str, float | None], seen: Mapping[str, float | None]
+) -> list[tuple[float, float]]:
+    """Both times of each config that has both."""
+    both = ((t, seen.get(name)) for name, t in told.items())
+    return [(t, s) for t, s in both if t is not None and s is not None]
 
 
 def expected_best(pairs: Sequence[tuple[float, float]], count: int) -> float:
@@ -86,8 +98,7 @@ def plot(model: Entries, measured: Entries, title: str, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("--plot needs matplotlib (extra 'plot')") from None
-    seen = {label(c): ms for c, ms in measured}
-    pairs = [(t, seen[label(c)]) for c, t in model if t and seen.get(label(c))]
+    pairs = _pairs(dict(_by_label(model)), dict(_by_label(measured)))
     figure = Figure(figsize=(5, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
