@@ -106,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--merge", type=Path, metavar="DIR",
         help="add the tuned files below DIR to those of --export")
     add("--report", type=Path, metavar="DIR", help="write a page with pictures into DIR")
+    add("--table", type=Path, metavar="FILE",
+        help="write every config that was tried, and its time, for python -m bench.search_cost")
     add("--status", action="store_true",
         help="say what is tuned, how old it is, what is stale")
     add("--json", action="store_true", help="print results as JSON lines")
@@ -291,15 +293,19 @@ def _tune_all(
     from autotune.search import Budget
 
     tasks = _tasks(options, specs, target, storage)
+    if options.table is not None and len(tasks) != 1:
+        raise ValueError(
+            "autotune: --table needs one problem, which --kernel and --case choose, got "
+            f"{len(tasks)}"
+        )
     by_name = {spec.name: spec for spec in specs}
-    kind = "measured" if not target.offline else ("sm" if not target.dev.is_npu else target.arch)
     folders = [*([options.export] if options.export else []), *config.config_folders()]
     with _workers(options, target) as workers:
         fingerprint = _fingerprinter(target, workers[0])
         setup = tune.Setup(
             dev=target.dev,
             storage=storage,
-            budget=Budget(options.trials or TRIALS[kind], options.timeout),
+            budget=Budget(options.trials or _trials(options, target), options.timeout),
             fingerprint=fingerprint,
             workers=workers,
             offline=target.offline,
@@ -316,6 +322,9 @@ def _tune_all(
                 core = spec.space(target.dev)
                 space = config.full_space(spec, target.dev)
                 outcome = tune.tune(spec, task, setup, first, space, core, why_illegal, watch)
+                if options.table is not None:
+                    found = store.open_study(storage, task, fingerprint(spec), {})
+                    options.table.write_text(json.dumps(_table(found), indent=1) + "\n")
                 outcome = _with_facts(outcome, fingerprint(spec))
                 wrong += len(outcome.wrong)
                 if options.json:
@@ -331,6 +340,15 @@ def _tune_all(
             file=sys.stderr,
         )
     return wrong
+
+
+def _trials(options: argparse.Namespace, target: Target) -> int:
+    """How many configs a problem is given, where the command does not say."""
+    if options.sampler == "exhaustive":
+        return 10**9
+    if not target.offline:
+        return TRIALS["measured"]
+    return TRIALS[target.arch if target.dev.is_npu else "sm"]
 
 
 def _legality(spec: KernelSpec, task: Any, dev: device.Device) -> Callable[[Config], str | None]:
@@ -374,6 +392,18 @@ def _with_facts(outcome: Any, facts: dict[str, Any]) -> Any:
     if outcome.measured is not None:
         return dataclasses.replace(outcome, measured={**facts, **outcome.measured})
     return dataclasses.replace(outcome, estimate={**facts, **outcome.estimate})
+
+
+def _table(study: Any) -> list[dict[str, Any]]:
+    """Every config that was tried; a time of null is a failure, whose kind stands beside it."""
+    from autotune import store
+
+    return [
+        {"config": tried, "ms": answer.ms}
+        if answer.ok
+        else {"config": tried, "ms": None, "failure": answer.kind}
+        for tried, answer in store.known(study).values()
+    ]
 
 
 def _row(outcome: Any) -> dict[str, Any]:

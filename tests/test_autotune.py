@@ -165,7 +165,11 @@ def test_tunes_a_kernel_and_the_lookup_finds_it(
     # A larger budget goes on, the same one does nothing but export.
     assert main([*arguments, "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["trials"] == 4
-    assert main([*arguments, "4", "--export", "tuned", "--force"]) == 0
+    again = [*arguments, "4", "--export", "tuned", "--force", "--table", "table.json"]
+    assert main(again) == 0
+    table = json.loads(Path("table.json").read_text())
+    assert len(table) == 4
+    assert all(row["ms"] > 0 for row in table if "failure" not in row)
     assert "(4 configs" in capsys.readouterr().out
     monkeypatch.setenv("TKERNELS_CONFIG_DIR", str(tmp_path / "tuned"))
     config.reload()
@@ -176,6 +180,24 @@ def test_tunes_a_kernel_and_the_lookup_finds_it(
     finally:
         monkeypatch.undo()
         config.reload()
+
+
+@on_interpreter
+def test_bare_command_searches_offline(tmp_path: Path) -> None:
+    """No accelerator: it says so, asks the compiler for sm90, and calls nothing a time."""
+    bare = [*COMMAND[:3], "--kernel", "rms_norm", "--case", "1x4096", "--trials", "2"]
+    environment = {name: v for name, v in ENVIRONMENT.items() if name != "TKERNELS_DEVICE"}
+    done = subprocess.run(
+        [*bare, "--export", "tuned"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "found no accelerator; searching offline for sm90" in done.stderr
+    assert re.match(r"rms_norm 1x4096-bf16: estimated [\d.]+ us", done.stdout), done.stdout
+    [entry] = json.loads((tmp_path / "tuned/sm90/rms_norm.json").read_text())["entries"]
+    assert entry["measured"] is False
+    assert "ms" not in entry
+    assert entry["estimate"]["us"] > 0
+    assert entry["estimate"]["registers"] > 0
 
 
 # ---- refusals ----------------------------------------------------------------------------------
@@ -198,6 +220,10 @@ def test_tunes_a_kernel_and_the_lookup_finds_it(
         (["--kernel", "rms_norm", "--python", "/no/python", "--arch", "sm90"], "Python must run"),
         (["--kernel", "rms_norm", "--storage", "sqlite:///x"], "--storage must be a journal file"),
         (["--merge", "nowhere"], "--merge needs --export DIR"),
+        (["--kernel", "rms_norm", "--table", "t.json"], "--table needs one problem.* got 4"),
+        (["--kernel", "rms_norm", "--batch", "0", "--model", "x"], "--batch must be whole numbers"),
+        (["--kernel", "rms_norm", "--model", "nowhere"], "--model must be a config.json or a fold"),
+        (["--kernel", "page_attn"], "did you mean paged_attn"),
         ([], "expected --kernel, --resume, --status or --report, got none"),
     ],
 )
