@@ -123,11 +123,10 @@ class Session:
 
     def estimate(self, request: dict[str, Any]) -> dict[str, Any]:
         """Ask the architecture's compiler and model about a config."""
+        from autotune.offline import model_for
         from tkernels import device
 
-        name = "ascend_model" if device.current().is_npu else "nvidia_model"
-        model = importlib.import_module(f"autotune.{name}")
-        answer = model.estimate(self.spec, self.problem, request["config"])
+        answer = model_for(device.current()).estimate(self.spec, self.problem, request["config"])
         return {
             "kind": answer.kind,
             "message": answer.message,
@@ -137,10 +136,10 @@ class Session:
 
     def compilers(self, request: dict[str, Any]) -> dict[str, Any]:
         """Versions of what ``estimate`` asks."""
+        from autotune.offline import model_for
         from tkernels import device
 
-        name = "ascend_model" if device.current().is_npu else "nvidia_model"
-        return {"facts": importlib.import_module(f"autotune.{name}").compilers()}
+        return {"facts": model_for(device.current()).compilers()}
 
 
 DOES = frozenset(name for name in vars(Session) if not name.startswith("_"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autotune import hivm
-from autotune.hivm import CannotFollowError, TooLongError
+from autotune.offline import hivm
+from autotune.offline.hivm import CannotFollowError, TooLongError
 
 GM = "#hivm.address_space<gm>"
 UB = "#hivm.address_space<ub>"

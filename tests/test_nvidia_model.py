@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from autotune.nvidia_model import (
+from autotune.offline.nvidia import (
     H100,
     Bounds,
     Footprint,
@@ -24,8 +24,8 @@ from autotune.nvidia_model import (
     time_of,
     too_much,
 )
-from autotune.nvidia_work import Work
-from autotune.sass import Walk
+from autotune.offline.nvidia_work import Work
+from autotune.offline.sass import Walk
 from tkernels.registry import all_kernels
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -155,7 +155,7 @@ def test_programs_share_tiles_as_a_grid_stride_loop_deals_them() -> None:
 
 CHILD = """
 import dataclasses, importlib, json
-from autotune import nvidia_model
+from autotune.offline import nvidia as nvidia_model
 from tkernels import device, offline
 from tkernels.registry import all_kernels
 

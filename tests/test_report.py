@@ -20,7 +20,8 @@ import importlib.util
 import studies
 from optuna.trial import TrialState
 
-from autotune import drawing, pictures, pictures_of_kernel, report, searched
+from autotune import report
+from autotune.report import drawing, pictures, pictures_of_kernel, searched
 from tkernels.registry import Cost
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.sass import Instruction, Walk, program_of, walk
+from autotune.offline.sass import Instruction, Walk, program_of, walk
 
 MEMORY = 500.0
 ADD = Instruction(stall=2)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autotune import ascend_model, hivm
+from autotune.offline import ascend as ascend_model
+from autotune.offline import hivm
 from tkernels import config, device, offline_ascend
 from tkernels.offline import record_launches, variant_of
 from tkernels.registry import Config, KernelSpec, Problem, all_kernels, get

@@ -185,7 +185,7 @@ def roof_of(arch: str, attrs: Mapping[str, Any]) -> Roof | None:
     """The roof that the study tells (``roof``), or the one that the bench measured on this arch."""
     if isinstance(attrs.get("roof"), Mapping):
         return _roof(attrs["roof"], "as the search's records tell")
-    path = Path(__file__).parents[1] / "bench" / "results" / f"{arch}.json"  # in a checkout
+    path = Path(__file__).parents[2] / "bench" / "results" / f"{arch}.json"  # in a checkout
     try:
         document = json.loads(path.read_text())
         devices = sorted({row["device"] for row in document["rows"]})

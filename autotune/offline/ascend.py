@@ -3,7 +3,7 @@
 The compiler is the judge of what is possible: a config that it refuses, or takes only after it
 switched double buffering off by itself, has no estimate. For the others the estimate is a model:
 
-* Each program is followed through the final IR (``autotune.hivm``): bytes, multiply-adds, vector
+* Each program is followed through the final IR (``offline/hivm.py``): bytes, multiply-adds, vector
   elements and synchronisations of each pipe of its cube and vector cores, with real trip counts.
 * A pipe takes the amount over its rate, and some cycles an operation. Where local buffers exist
   twice the pipes of a core overlap, and the busiest counts; elsewhere they follow each other.
@@ -36,7 +36,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autotune import hivm
+from autotune.offline import hivm
 from autotune.records import Answer
 from tkernels import device, offline_ascend
 from tkernels.offline import Launch, Variant, record_launches, variant_of

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 
-from autotune import interactive
-from autotune.page import PLOTLY, Html, escape, page, table
+from autotune.report import interactive
+from autotune.report.page import PLOTLY, Html, escape, page, table
 
 if TYPE_CHECKING:
-    from autotune.drawing import Picture
-    from autotune.searched import Searched
+    from autotune.report.drawing import Picture
+    from autotune.report.searched import Searched
 
 _MOST_ROWS = 40  # failures listed a problem
 
@@ -49,7 +49,7 @@ def write_report(studies: Sequence[optuna.Study], folder: Path) -> Path:
     a library for drawing is missing.
     """
     check_ready(folder)
-    from autotune import drawing, pictures_of_kernel, searched
+    from autotune.report import drawing, pictures_of_kernel, searched
 
     groups: dict[tuple[str, str, bool], list[Searched]] = {}
     for study in studies:
@@ -76,7 +76,7 @@ def write_report(studies: Sequence[optuna.Study], folder: Path) -> Path:
 def _index_page(
     entries: Sequence[tuple[str, str, Sequence[Searched]]], shown: Picture | None, folder: Path
 ) -> str:
-    from autotune.searched import median_gain
+    from autotune.report.searched import median_gain
 
     header = ("kernel", "problems", "configs tried", "failed", "wrong", "median gain", "least gain")
     rows = []
@@ -105,7 +105,7 @@ def _index_page(
 
 
 def _kernel_page(title: str, stem: str, own: Sequence[Searched], folder: Path) -> str:
-    from autotune import pictures, pictures_of_kernel, searched
+    from autotune.report import pictures, pictures_of_kernel, searched
 
     body = ['<p><a href="index.html">All kernels</a></p>']
     if own[0].offline:
@@ -168,8 +168,8 @@ def _facts(s: Searched) -> str:
 
 def _leaders(s: Searched) -> str:
     """The table of the best configs, and the default."""
-    from autotune.pictures import leaders
-    from autotune.searched import shown, values_of
+    from autotune.report.pictures import leaders
+    from autotune.report.searched import shown, values_of
 
     best = leaders(s)
     if not best:
@@ -268,7 +268,7 @@ def _config(config: dict[str, Any]) -> str:
 
 
 def _us(us: float | None) -> str:
-    from autotune.drawing import number
+    from autotune.report.drawing import number
 
     return "" if us is None else number(us)
 

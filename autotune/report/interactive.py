@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from autotune.page import escape
-from autotune.searched import Searched, real_study, varied
+from autotune.report.page import escape
+from autotune.report.searched import Searched, real_study, varied
 
 
 def plotly_js() -> str:

@@ -1,31 +1,21 @@
-"""Follow the last IR that Huawei's compiler prints (HIVM), and count what it would do.
+"""A function of HIVM's text as a Python function that counts.
 
-That IR is a complete schedule: which bytes go where, which vector and cube instructions run on
-what, and every synchronisation between the pipes of a core. Its loops and branches depend on
-integers alone, so a program of it is followed by running just those: each function is translated to
-Python, in which integer arithmetic stays and a ``hivm.hir`` operation is a counter. Trip counts are
-the real ones, as far as the integers in the kernel's arguments are given.
-
-What is not followed: values of floating point, and integers that a core computes from them (none of
-our kernels branches on such). A branch on an unknown counts its first arm.
+Each SSA value becomes a variable, each operation that is counted a counter.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
-import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-PIPES = ("MTE2", "MTE3", "FIX", "V", "M", "S")
+from autotune.offline.hivm_values import SCOPE, CannotFollowError
+
 _BYTES = {"f32": 4, "i32": 4, "bf16": 2, "f16": 2, "i16": 2, "i8": 1, "i1": 1, "i64": 8, "f64": 8}
 _SYNCS = ("set_flag", "wait_flag", "pipe_barrier", "sync_block_set", "sync_block_wait")
-MOST_STEPS = 200_000  # of all loops of a program together
 _FREE = (
     "pointer_cast",
     "set_mask_norm",
@@ -62,32 +52,6 @@ _CALLS = {
 }
 
 
-class CannotFollowError(ValueError):
-    """The IR has something in it that is not known here."""
-
-
-class TooLongError(ValueError):
-    """A program has so many steps that following it would take minutes (and running it, too)."""
-
-
-class _Unknown:
-    """A number that only the chip knows. Whatever is computed from it is unknown as well."""
-
-    def _same(self, *others: Any) -> _Unknown:
-        return self
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _same
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _same
-    __lt__ = __le__ = __gt__ = __ge__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _same
-    __neg__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _same
-
-    def __bool__(self) -> bool:
-        return True
-
-
-UNKNOWN = _Unknown()
-
-
 @dataclasses.dataclass(frozen=True)
 class Op:
     """One counted operation: its name, its pipe, and what one element of it weighs."""
@@ -100,30 +64,12 @@ class Op:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """What one program does on one core: executions and elements of each operation."""
+class Translated:
+    """One device function: its name, its core, what is counted in it, and what runs it.
 
-    ops: tuple[Op, ...]
-    runs: tuple[int, ...]
-    elements: tuple[int, ...]
-
-    def totals(self) -> dict[str, int]:
-        """``{"MTE2 bytes": ..., "MTE2 ops": ..., "M macs bf16": ..., "sync set_flag": ...}``."""
-        found: Counter[str] = Counter()
-        for op, runs, elements in zip(self.ops, self.runs, self.elements, strict=True):
-            if op.pipe == "sync":
-                found[f"sync {op.name}"] += runs
-                continue
-            unit = {"M": f"macs {op.kinds[0]}" if op.kinds else "macs", "S": "accesses"}
-            name = unit.get(op.pipe, "bytes")
-            found[f"{op.pipe} {name}"] += elements * (op.itemsize if name == "bytes" else 1)
-            found[f"{op.pipe} ops"] += runs
-        return {name: count for name, count in found.items() if count}
-
-
-@dataclasses.dataclass(frozen=True)
-class Function:
-    """A device function of the module, ready to be followed."""
+    ``run(given, runs, elements, program, sub_block, left)`` adds to the lists ``runs`` and
+    ``elements``, one place an operation.
+    """
 
     name: str
     core: str  # "aic" (cube) or "aiv" (vector)
@@ -132,49 +78,8 @@ class Function:
     run: Callable[..., None]
     arguments: int
 
-    def follow(
-        self, values: Sequence[Any], grid: Sequence[int], program: int, sub_block: int = 0
-    ) -> Work:
-        """Run program number ``program`` of ``grid``.
 
-        ``values``: of the kernel's run-time arguments, in order: numbers, flat sequences of
-        integers for tensors that are read by number, None for all others.
-        """
-        given = [None, None, None, *values, *grid]
-        if len(given) != self.arguments:
-            raise CannotFollowError(
-                f"{self.name} takes {self.arguments} arguments, got {len(given)}"
-            )
-        runs, elements = [0] * len(self.ops), [0] * len(self.ops)
-        self.run(given, runs, elements, program, sub_block, [MOST_STEPS])
-        full = [
-            n * op.elements if op.elements is not None else e
-            for op, n, e in zip(self.ops, runs, elements, strict=True)
-        ]
-        return Work(self.ops, tuple(runs), tuple(full))
-
-
-@functools.lru_cache(maxsize=256)
-def functions(hivm: str) -> tuple[Function, ...]:
-    """The device functions of the last HIVM module: one for vector kernels, two for mixed ones."""
-    lines = hivm.splitlines()
-    found_maps = (re.match(r"(#map\d*) = affine_map<(.*)>", line) for line in lines)
-    maps = {m.group(1): m.group(2) for m in found_maps if m}
-    found = []
-    starts = [i for i, line in enumerate(lines) if re.match(r"\s*func\.func ", line)]
-    for start, end in itertools.pairwise([*starts, len(lines)]):
-        head = lines[start]
-        if "hacc.function_kind<DEVICE>" in head:
-            found.append(_Translator(maps, head, lines[start + 1 : end]).function())
-    if not found:
-        raise CannotFollowError("expected a device function in the IR, got none")
-    return tuple(found)
-
-
-# ---- from IR to Python ---------------------------------------------------------------------------
-
-
-class _Translator:
+class Translator:
     """Writes one function as Python: each SSA value is a variable, each counted op a counter.
 
     A memref is (elements, flat integers or None, offset).
@@ -190,7 +95,7 @@ class _Translator:
         self.blocks: list[tuple[str, list[str]]] = []  # ("for" or "if", names that yield sets)
         self.loops: list[tuple[list[str], list[str]]] = []  # (results, what holds them till then)
 
-    def function(self) -> Function:
+    def translated(self) -> Translated:
         name = re.search(r"@(\w+)\(", self.head)
         arguments = re.findall(r"(%arg\d+): ", self.head)
         assert name is not None, self.head[:80]
@@ -206,23 +111,10 @@ class _Translator:
             if text and not text.startswith("//"):
                 self.statement(text)
         source = "def run(given, runs, elements, program, sub_block, left):\n" + "\n".join(self.out)
-        scope: dict[str, Any] = {
-            "UNKNOWN": UNKNOWN,
-            "number": _number,
-            "quotient": _quotient,
-            "remainder": _remainder,
-            "least": _least,
-            "most": _most,
-            "load": _load,
-            "at": _at,
-            "steps": _steps,
-            "choose": lambda condition, a, b: a if condition else b,
-            "ceil": lambda a, b: -(-a // b),
-            "product": math.prod,
-        }
+        scope = dict(SCOPE)
         exec(compile(source, f"<{name.group(1)}>", "exec"), scope)
         pipelined = any("multibuffer_unroll_factor" in line for line in self.body)
-        return Function(
+        return Translated(
             name.group(1), core, pipelined, tuple(self.ops), scope["run"], len(arguments)
         )
 
@@ -498,54 +390,3 @@ class _Ceil(ast.NodeTransformer):
         if isinstance(node.op, ast.MatMult):
             return ast.Call(ast.Name("ceil"), [node.left, node.right], [])
         return node
-
-
-# ---- at run time -----------------------------------------------------------------------------
-
-
-def _number(value: Any) -> Any:
-    return int(value) if isinstance(value, int) else UNKNOWN
-
-
-def _quotient(a: Any, b: Any) -> Any:
-    """Division that rounds to zero, as C's does."""
-    if isinstance(a, _Unknown) or isinstance(b, _Unknown) or b == 0:
-        return UNKNOWN
-    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-
-
-def _remainder(a: Any, b: Any) -> Any:
-    q = _quotient(a, b)
-    return UNKNOWN if isinstance(q, _Unknown) else a - q * b
-
-
-def _least(*values: Any) -> Any:
-    known = [v for v in values if not isinstance(v, _Unknown)]
-    return min(known) if known else UNKNOWN
-
-
-def _most(*values: Any) -> Any:
-    known = [v for v in values if not isinstance(v, _Unknown)]
-    return max(known) if known else UNKNOWN
-
-
-def _at(size: Any, base: Any, offset: Any) -> Any:
-    return size, base[1], base[2] + offset
-
-
-def _load(memory: Any, index: Any) -> Any:
-    _, values, offset = memory
-    place = offset + index
-    if values is None or isinstance(place, _Unknown) or not 0 <= place < len(values):
-        return UNKNOWN
-    return int(values[place])
-
-
-def _steps(first: Any, last: Any, step: Any, left: list[int]) -> range:
-    if any(isinstance(v, _Unknown) for v in (first, last, step)):
-        raise CannotFollowError("a loop whose length only the chip knows")
-    found = range(first, last, step)
-    left[0] -= len(found)
-    if left[0] < 0:
-        raise TooLongError(f"a program takes more than {MOST_STEPS} steps of its loops")
-    return found

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from autotune.drawing import (
+from autotune.report.drawing import (
     BLACK,
     BLUE,
     GREEN,
@@ -25,7 +25,7 @@ from autotune.drawing import (
     plain,
     short,
 )
-from autotune.searched import Searched
+from autotune.report.searched import Searched
 
 
 def gains(searches: Sequence[Searched]) -> Picture | None:

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.collections import LineCollection
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from autotune.drawing import (
+from autotune.report.drawing import (
     BLACK,
     BLUE,
     GREEN,
@@ -29,7 +29,7 @@ from autotune.drawing import (
     scale,
     short,
 )
-from autotune.searched import Searched, Tried, Value, shown, values_of, varied
+from autotune.report.searched import Searched, Tried, Value, shown, values_of, varied
 
 _ORIGINS: dict[str, tuple[str, str, str]] = {  # name: colour, marker, words
     "default": (BLACK, "D", "default"),

@@ -1,6 +1,6 @@
 """What the model says of each config of a measured table, as a table for ``python -m bench.rank``.
 
-    TKERNELS_DEVICE=compile:sm90 python -m autotune.estimate_table --kernel rope \\
+    TKERNELS_DEVICE=compile:sm90 python -m autotune.offline.table --kernel rope \\
         --case qwen3-8b-t64 measured.json > model.json
 
 Both are JSON lists of ``{"config": {...}, "ms": 0.041}``; ``null`` says that the config fails.
@@ -9,13 +9,13 @@ Both are JSON lists of ``{"config": {...}, "ms": 0.041}``; ``null`` says that th
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from autotune.offline import model_for
 from tkernels import device, registry
 from tkernels.registry import Config, KernelSpec, Problem
 
@@ -24,8 +24,7 @@ def estimates(
     spec: KernelSpec, problem: Problem, configs: Iterable[Config]
 ) -> list[dict[str, Any]]:
     """A row for each config: its estimate, or null and why."""
-    name = "ascend_model" if device.current().is_npu else "nvidia_model"
-    model = importlib.import_module(f"autotune.{name}")
+    model = model_for(device.current())
     rows = []
     for config in configs:
         answer = model.estimate(spec, problem, config)
@@ -37,7 +36,7 @@ def estimates(
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 cannot be done."""
     parser = argparse.ArgumentParser(
-        prog="python -m autotune.estimate_table", description=(__doc__ or "").split("\n")[0]
+        prog="python -m autotune.offline.table", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--kernel", required=True, metavar="NAME")
     parser.add_argument("--case", required=True, metavar="NAME", help="name of its problem")

@@ -1,7 +1,7 @@
 """How long a config would take on an H100, as a compiler and a model see it, with no GPU present.
 
-Each launch of a problem is compiled by Triton and its ptxas; ``autotune.sass`` reads the machine
-code, ``autotune.nvidia_work`` says what each program has to do. Bounds of a launch, in seconds:
+Each launch of a problem is compiled by Triton and its ptxas; ``sass.py`` reads the machine
+code, ``nvidia_work.py`` says what each program has to do. Bounds of a launch, in seconds:
 
 * memory: the bytes that the problem must move, over the measured copy rate; and all bytes that
   loads and stores name, over the rate of the L2 cache, or of the busiest core's way to it.
@@ -42,8 +42,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autotune import nvidia_work, sass
-from autotune.nvidia_work import Work
+from autotune.offline import nvidia_work, sass
+from autotune.offline.nvidia_work import Work
 from autotune.records import Answer, encode, label_of
 from tkernels import device, offline
 from tkernels.device import cdiv
@@ -245,7 +245,7 @@ def estimate(spec: KernelSpec, problem: Problem, config: Config) -> Answer:
         bounds.append(_bounds(one, launch, work, needed if place == 0 else 0.0))
     ms = 1e3 * sum(b.seconds for b in bounds)
     if not math.isfinite(ms):
-        raise ArithmeticError(f"nvidia_model: {spec.name} with {config} gave {bounds}")
+        raise ArithmeticError(f"offline.nvidia: {spec.name} with {config} gave {bounds}")
     main = compiled[0]
     resident = occupancy(main.need)
     facts = {
