@@ -259,10 +259,15 @@ def _tasks(
             print(f"autotune: no search for {target.arch} was interrupted", file=sys.stderr)
     elif options.shape:
         tasks = problems.shape_tasks(specs, options.shape, target.arch)
+        tasks = _fitting(specs, tasks, target)
     elif options.model is not None:
         batches, contexts = _numbers(options, "batch"), _numbers(options, "context")
         path = Path(options.model)
         tasks = problems.model_tasks(specs, path, batches, contexts, target.arch)
+        if options.kernel != "all":
+            for name in sorted({spec.name for spec in specs} - {task.kernel for task in tasks}):
+                print(f"autotune: {path} does not launch {name}; left out", file=sys.stderr)
+        tasks = _fitting(specs, tasks, target)
     else:
         tasks = [task for spec in specs for task in problems.bench_tasks(spec, target.arch)]
     chosen = [task for task in tasks if options.case in task.case]
@@ -270,6 +275,25 @@ def _tasks(
         names_ = ", ".join(task.case for task in tasks)
         raise ValueError(f"autotune: --case must be part of one of {names_}, got {options.case!r}")
     return chosen
+
+
+def _fitting(specs: list[KernelSpec], tasks: list[Any], target: Target) -> list[Any]:
+    """The tasks whose inputs the device has memory for; the others are named."""
+    from autotune import problems
+
+    if target.offline:
+        return tasks
+    by_name = {spec.name: spec for spec in specs}
+    whys = [problems.why_too_large(by_name[task.kernel], task.problem) for task in tasks]
+    for task, why in zip(tasks, whys, strict=True):
+        if why is not None:
+            print(f"autotune: {task.kernel} {task.case} is left out: {why}", file=sys.stderr)
+    fitting = [task for task, why in zip(tasks, whys, strict=True) if why is None]
+    if not fitting:
+        raise ValueError(
+            "autotune: expected a problem that fits into the device's memory, got none"
+        )
+    return fitting
 
 
 def _numbers(options: argparse.Namespace, name: str) -> list[int]:

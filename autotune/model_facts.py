@@ -15,15 +15,16 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of one decoder layer."""
+    """Sizes of the decoder layers."""
 
     hidden_size: int
-    intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rotary_dim: int
     qk_norm: bool  # q and k are normalised before they are turned (Qwen3)
+    mlps: tuple[tuple[int, int], ...]  # (rows a token, width) of what goes through silu_and_mul
+    windows: tuple[int | None, ...]  # each kind of attention: its sliding window, None for all keys
     dtype: torch.dtype
 
 
@@ -32,10 +33,15 @@ def read_facts(path: Path) -> ModelFacts:
 
     Raises ValueError, one sentence with the field, what was expected and what came.
     """
+    if path.suffix == ".gguf":
+        raise ValueError(
+            f"autotune: --model must be a config.json or a folder with one, got {path}; the "
+            "config.json of the checkpoint that a GGUF file was made from has the same sizes"
+        )
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or "it is not JSON"
         raise ValueError(
             f"autotune: --model must be a config.json or a folder with one, got {path}: {reason}"
@@ -46,20 +52,28 @@ def read_facts(path: Path) -> ModelFacts:
 
 
 def facts_of(config: Mapping[str, Any]) -> ModelFacts:
-    """Facts of a Hugging Face config (dense models and mixtures of experts)."""
+    """Facts of a Hugging Face config: dense models and mixtures of experts.
+
+    Of a model that sees more than text, the part that reads text (``text_config``).
+    """
+    if "hidden_size" not in config and isinstance(config.get("text_config"), Mapping):
+        whole = {name: config[name] for name in ("dtype", "torch_dtype") if name in config}
+        config = whole | dict(config["text_config"])
+    if config.get("kv_lora_rank") is not None:
+        raise ValueError(
+            "autotune: --model must have attention with heads of keys and values, got one with "
+            f"latent attention (kv_lora_rank={config['kv_lora_rank']!r})"
+        )
     heads = _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads", heads)
     hidden = _size(config, "hidden_size")
-    family = str(config.get("model_type", ""))
-    # Qwen3's config class has this default, whatever hidden_size is.
-    head_dim = _size(config, "head_dim", 128 if family.startswith("qwen3") else hidden // heads)
     if heads % kv_heads:
         raise ValueError(
             "autotune: --model: num_attention_heads must be a multiple of num_key_value_heads, got "
             f"{heads} and {kv_heads}"
         )
-    rope = config.get("rope_parameters") or {}
-    share = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    qwen3 = str(config.get("model_type", "")).startswith("qwen3")
+    head_dim = _head_dim(config, hidden, heads, qwen3)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     if dtype not in _DTYPES:
         raise ValueError(
@@ -67,14 +81,75 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         )
     return ModelFacts(
         hidden_size=hidden,
-        intermediate_size=_size(config, "intermediate_size"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rotary_dim=int(head_dim * share),
-        qk_norm=family.startswith("qwen3"),
+        rotary_dim=_rotary_dim(config, head_dim),
+        qk_norm=qwen3,
+        mlps=_mlps(config),
+        windows=_windows(config),
         dtype=_DTYPES[dtype],
     )
+
+
+def _head_dim(config: Mapping[str, Any], hidden: int, heads: int, qwen3: bool) -> int:
+    if config.get("head_dim") is not None:
+        return _size(config, "head_dim")
+    if qwen3:
+        return 128  # the default of Qwen3's config class, whatever hidden_size is
+    if hidden % heads:
+        raise ValueError(
+            "autotune: --model: hidden_size must be a multiple of num_attention_heads where "
+            f"head_dim is not given, got {hidden} and {heads}"
+        )
+    return hidden // heads
+
+
+def _rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:
+    places = [config.get("rope_parameters"), config.get("rope_scaling"), config]
+    for place in places:
+        if place is not None and not isinstance(place, Mapping):
+            raise ValueError(
+                f"autotune: --model: rope_parameters and rope_scaling must be objects, got {place}"
+            )
+    given = [place.get("partial_rotary_factor") for place in places if place is not None]
+    share = next((one for one in given if one is not None), 1.0)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ValueError(
+            f"autotune: --model: partial_rotary_factor must be a number in (0, 1], got {share!r}"
+        )
+    return int(head_dim * share)
+
+
+def _mlps(config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """Of a mixture of experts: the chosen experts of each token, and the one that all share."""
+    act = config.get("hidden_act") or config.get("hidden_activation") or "silu"
+    if act not in ("silu", "swish"):
+        return ()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    if not any(config.get(name) for name in names):
+        return ((1, _size(config, "intermediate_size")),)
+    width = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
+    experts = (_size(config, "num_experts_per_tok"), _size(config, width))
+    if not config.get("shared_expert_intermediate_size"):
+        return (experts,)
+    return experts, (1, _size(config, "shared_expert_intermediate_size"))
+
+
+def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Windows of the layers, each once, under the rules of ``transformers``."""
+    if config.get("sliding_window") is None:
+        return (None,)
+    window = _size(config, "sliding_window")
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        by_kind = {"full_attention": None, "sliding_attention": window}
+        return tuple(size for kind, size in by_kind.items() if kind in kinds)
+    if str(config.get("model_type", "")).startswith("qwen"):
+        # Its configs carry a size that only counts where this is set, and then for upper layers.
+        return (None, window) if config.get("use_sliding_window") else (None,)
+    limit = config.get("max_position_embeddings")
+    return (None,) if isinstance(limit, int) and window >= limit else (window,)
 
 
 def _size(config: Mapping[str, Any], name: str, otherwise: int | None = None) -> int:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import difflib
 import inspect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autotune.model_facts import ModelFacts, read_facts
+from autotune.model_facts import read_facts
+from autotune.model_launches import PREFILL_CHUNK, launches
 from autotune.records import Task
 from tkernels import device
 from tkernels.offline import replaced_run
-from tkernels.registry import KernelSpec
+from tkernels.registry import KernelSpec, Problem
 
-# Prompt tokens that the runner (model.generate) computes at once.
-PREFILL_CHUNK = 2048
 _DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -30,16 +30,30 @@ _DTYPES = {
     "float32": torch.float32,
 }
 _WORDS = {"true": True, "false": False}
+_MOST = 2**31 - 1  # of a size
+_MOST_TOKENS = 2**26  # of a batch of prompts, which are gone through step by step
+_MOST_BYTES = 2**46  # far beyond any device, and far below where sizes overflow
 
 
 def bench_tasks(spec: KernelSpec, arch: str) -> list[Task]:
     """The bench cases of a kernel; on the interpreter, which is slow, the smoke ones."""
     tag = "smoke" if arch == "interpret" else "bench"
-    return [
-        Task(spec.name, c.name, c.problem, spec.tuning_key(c.problem), arch)
-        for c in spec.cases
-        if tag in c.tags
-    ]
+    cases = [case for case in spec.cases if tag in case.tags]
+    return _largest_of_each_key(spec, [(case.name, case.problem) for case in cases], arch)
+
+
+def _largest_of_each_key(
+    spec: KernelSpec, named: Iterable[tuple[str, Problem]], arch: str
+) -> list[Task]:
+    """A task for each key, in the order in which keys first come: the problem with most work."""
+    kept: dict[str, tuple[tuple[int, int], Task]] = {}
+    for name, problem in named:
+        task = Task(spec.name, name, problem, spec.tuning_key(problem), arch)
+        cost = spec.cost(problem)
+        work = (cost.bytes, cost.flops)
+        if task.label not in kept or work > kept[task.label][0]:
+            kept[task.label] = work, task
+    return [task for _, task in kept.values()]
 
 
 # ---- sizes given by hand -------------------------------------------------------------------------
@@ -51,18 +65,23 @@ def shape_tasks(specs: Sequence[KernelSpec], texts: Sequence[str], arch: str) ->
     Raises ValueError for names that a kernel does not have, values that are no sizes, and problems
     that the kernel itself refuses.
     """
-    tasks = [
-        _task(spec, values, arch)
-        for spec in specs
-        for text in texts
-        for values in _combinations(spec, text)
-    ]
-    return without_repeats(tasks)
+    tasks = []
+    for spec in specs:
+        combinations = [values for text in texts for values in _combinations(spec, text)]
+        with _asked_by("--shape", spec):
+            named = [_named(spec, values) for values in combinations]
+            for name, problem in named:
+                _check(spec, name, problem)
+        tasks += _largest_of_each_key(spec, named, arch)
+    return tasks
 
 
 def _combinations(spec: KernelSpec, text: str) -> list[dict[str, Any]]:
     if spec.shape is None:
-        raise ValueError(f"autotune: --shape must be of a kernel that has one, got {spec.name}")
+        raise ValueError(
+            f"autotune: --shape needs a kernel whose spec has a shape, got {spec.name}, which has "
+            "none"
+        )
     known = inspect.signature(spec.shape).parameters
     given: dict[str, list[Any]] = {}
     for part in text.split(","):
@@ -102,48 +121,86 @@ def _word(value: Any) -> str:
 def _value(spec: KernelSpec, parameter: inspect.Parameter, word: str) -> Any:
     name, default = parameter.name, parameter.default
     if isinstance(default, torch.dtype):
-        if word in _DTYPES:
-            return _DTYPES[word]
+        if word.lower() in _DTYPES:
+            return _DTYPES[word.lower()]
         expected = "one of bf16, fp16, fp32"
     elif isinstance(default, bool):
         if word.lower() in _WORDS:
             return _WORDS[word.lower()]
         expected = "true or false"
+    elif isinstance(default, str):
+        return word
     else:
-        least = 1 if default is parameter.empty or default > 0 else 0
-        if word.isdecimal() and int(word) >= least:
+        least = 0 if default == 0 else 1
+        if word.isdecimal() and least <= int(word) <= _MOST:
             return int(word)
-        expected = f"a whole number >= {least}"
+        expected = f"a whole number from {least} to {_MOST}"
     raise ValueError(f"autotune: --shape of {spec.name}: {name} must be {expected}, got {word!r}")
 
 
-def _task(spec: KernelSpec, values: Mapping[str, Any], arch: str) -> Task:
+def _named(spec: KernelSpec, values: Mapping[str, Any]) -> tuple[str, Problem]:
+    """The problem of some sizes, and a name that ``--shape`` would take for it."""
     assert spec.shape is not None
-    problem = spec.shape(**values)
-    name = "-".join(f"{name}{_word(value)}" for name, value in values.items())
-    _check(spec, problem, name)
-    return Task(spec.name, name, problem, spec.tuning_key(problem), arch)
+    usual = inspect.signature(spec.shape).parameters
+    name = ",".join(f"{n}={_word(v)}" for n, v in values.items() if v != usual[n].default)
+    return name, spec.shape(**values)
 
 
-def _check(spec: KernelSpec, problem: Mapping[str, Any], name: str) -> None:
-    """Raise what the kernel says to the problem; nothing is allocated and nothing runs."""
+def _check(spec: KernelSpec, name: str, problem: Problem) -> None:
+    """Raise ValueError where the kernel refuses the problem."""
+    moved = spec.cost(problem).bytes
+    if moved > _MOST_BYTES:
+        raise ValueError(f"{name} moves {moved / 2**40:.0f} TiB")
     try:
-        with FakeTensorMode(), replaced_run(lambda *args, **kwargs: None):
-            spec.launch(**spec.make_inputs(problem, device.tensor_device()))
+        _launch_on_fakes(spec, problem)
     except (ValueError, TypeError) as error:
-        line = " ".join(str(error).split())[:300]
+        raise ValueError(f"{name}: {' '.join(str(error).split())[:300]}") from None
+
+
+@contextlib.contextmanager
+def _asked_by(option: str, spec: KernelSpec) -> Iterator[None]:
+    """A refusal names the option that asked for the problem."""
+    try:
+        yield
+    except ValueError as error:
         raise ValueError(
-            f"autotune: --shape must be one that {spec.name} takes, got {name}: {line}"
+            f"autotune: {option} must give what {spec.name} takes, got {error}"
         ) from None
-    except Exception:
-        return  # a tensor without memory is not enough to tell: the first trial will
 
 
-def input_bytes(spec: KernelSpec, problem: Mapping[str, Any]) -> int:
-    """Bytes of one set of inputs, found without allocating them."""
+def _launch_on_fakes(spec: KernelSpec, problem: Problem) -> None:
+    """Raise what the kernel says to the problem; nothing is allocated and nothing runs."""
+    # A RuntimeError says that an address or a value was wanted, which these tensors lack: checks
+    # stand before addresses.
+    with (
+        contextlib.suppress(RuntimeError),
+        FakeTensorMode(),
+        replaced_run(lambda *args, **kwargs: None),
+    ):
+        spec.launch(**spec.make_inputs(problem, device.tensor_device()))
+
+
+# ---- what fits -----------------------------------------------------------------------------------
+
+
+def why_too_large(spec: KernelSpec, problem: Problem) -> str | None:
+    """Why ``problem`` cannot be measured on this machine's device, or None; allocates nothing."""
+    memory = device.memory_bytes() or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        needed = 2 * input_bytes(spec, problem)  # and a copy, which the check works on
+    except RuntimeError:  # it makes inputs in a way that needs their values
+        return None
+    if needed <= memory:
+        return None
+    return f"it needs {needed / 2**30:.1f} GiB or more, got a device with {memory / 2**30:.1f}"
+
+
+def input_bytes(spec: KernelSpec, problem: Problem) -> int:
+    """Bytes of one set of inputs, found without allocating them; what shares memory counts once."""
     with FakeTensorMode():
         inputs = spec.make_inputs(problem, torch.device("cpu"))
-    return sum(t.nbytes for t in inputs.values() if isinstance(t, torch.Tensor))
+        storages = [t.untyped_storage() for t in inputs.values() if isinstance(t, torch.Tensor)]
+        return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
 # ---- what a model launches -----------------------------------------------------------------------
@@ -161,50 +218,30 @@ def model_tasks(
     """Problems that the model at ``path`` launches with those numbers of sequences and tokens.
 
     For each batch and context: a decode step of that many sequences with that many tokens, and the
-    prefill of such prompts in chunks. Kernels that a model does not launch have none.
+    prefill of such prompts in chunks. Kernels that the model does not launch have none.
     """
     facts = read_facts(path)
-    shapes: dict[str, list[dict[str, Any]]] = {}
-    for batch, context in itertools.product(batches, contexts):
-        for kernel, values in launches(facts, batch, context, chunk):
-            shapes.setdefault(kernel, []).append(values)
-    return without_repeats(
-        [_task(spec, values, arch) for spec in specs for values in shapes.get(spec.name, [])]
-    )
-
-
-def launches(
-    facts: ModelFacts, batch: int, context: int, chunk: int = PREFILL_CHUNK
-) -> list[tuple[str, dict[str, Any]]]:
-    """(kernel, shape) of what a step of decode and the steps of a prefill launch."""
-    heads = {"num_heads": facts.num_heads, "num_kv_heads": facts.num_kv_heads}
-    size = {"head_dim": facts.head_dim, "dtype": facts.dtype}
-    found: list[tuple[str, dict[str, Any]]] = []
-    at_once = max(1, min(batch, chunk // context))  # prompts that share a step
-    prompt = min(context, chunk)
-    for tokens in (batch, at_once * prompt):
-        hidden = {"tokens": tokens, "hidden": facts.hidden_size, "dtype": facts.dtype}
-        rotary = {"tokens": tokens, **heads, **size, "rotary_dim": facts.rotary_dim}
-        mlp = {"tokens": tokens, "intermediate": facts.intermediate_size, "dtype": facts.dtype}
-        found += [
-            ("rms_norm", hidden),
-            ("fused_add_rms_norm", hidden),
-            ("silu_and_mul", mlp),
-            ("fused_qk_norm_rope" if facts.qk_norm else "rope", rotary),
-            ("append_paged_kv", {"tokens": tokens, "num_kv_heads": facts.num_kv_heads, **size}),
-        ]
-    found.append(("flash_attn", {"batch": at_once, "seqlen": prompt, **heads, **size}))
-    found.append(("paged_attn", {"batch": batch, "context": context, **heads, **size}))
-    if context > chunk:
-        found.append(
-            ("paged_attn", {"batch": 1, "context": context, "query": chunk, **heads, **size})
+    pairs = list(itertools.product(batches, contexts))
+    if (most := max(batch * context for batch, context in pairs)) > _MOST_TOKENS:
+        raise ValueError(
+            f"autotune: --batch times --context must be at most {_MOST_TOKENS}, got {most}"
         )
-    return found
-
-
-def without_repeats(tasks: Iterable[Task]) -> list[Task]:
-    """One task for each kernel and key: the last, which is the largest where sizes ascend."""
-    kept: dict[tuple[str, str], Task] = {}
-    for task in tasks:
-        kept[task.kernel, task.label] = task
-    return [dataclasses.replace(task) for task in kept.values()]
+    shapes: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
+    for pair in pairs:
+        for kernel, values in launches(facts, *pair, chunk):
+            shapes.setdefault(kernel, {})[tuple(values.items())] = values
+    tasks = []
+    for spec in specs:
+        with _asked_by("--model", spec):
+            named = [_named(spec, values) for values in shapes.get(spec.name, {}).values()]
+            found = _largest_of_each_key(spec, named, arch)
+            for task in found:
+                _check(spec, task.case, task.problem)
+        tasks += found
+    if not tasks:
+        names = ", ".join(spec.name for spec in specs)
+        raise ValueError(
+            f"autotune: --model must launch the kernels that are asked for, got one that launches "
+            f"{', '.join(shapes)} and not {names}"
+        )
+    return tasks

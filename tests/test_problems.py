@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,17 @@ import torch
 
 import tkernels
 from autotune import problems
+from autotune.__main__ import Target, _fitting
 from autotune.model_facts import facts_of, read_facts
+from autotune.model_launches import Step, launches, steps
 from autotune.records import label_of
+from model.config import ModelConfig, from_folder
 from model.kv_cache import SequenceState
-from model.runner import PREFILL_CHUNK, Runner
-from tests.checkpoints import tiny
+from model.qwen3 import Layer, Linear, Model
+from model.runner import PREFILL_CHUNK, Runner, split_prefill
 from tkernels import config, device
-from tkernels.registry import KernelSpec, Problem, all_kernels, get
+from tkernels.offline import replaced_run
+from tkernels.registry import Case, KernelSpec, Problem, all_kernels, get
 
 SPECS = list(all_kernels().values())
 CONFIG = {
@@ -39,27 +45,44 @@ def shapes(kernel: str, *texts: str) -> list[Any]:
 # ---- sizes by hand -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kernel", "case", "text"),
-    [
-        ("paged_attn", "decode-b64-ctx4096-32/8x128-bf16", "batch=64,context=4096"),
-        ("paged_attn", "chunk-2048-ctx8192-32/8x128-bf16", "batch=1,context=8192,query=2048"),
-        ("flash_attn", "causal-16x512-32/8x128-bf16", "batch=16,seqlen=512"),
-        ("flash_attn", "full-4x4096-32/8x128-bf16", "batch=4,seqlen=4096,causal=false"),
-        ("rms_norm", "16384x5120-bf16", "tokens=16384,hidden=5120"),
-        ("fused_add_rms_norm", "64x4096-bf16", "tokens=64,hidden=4096"),
-        ("silu_and_mul", "64x12288-bf16", "tokens=64,intermediate=12288"),
-        ("rope", "qwen3-8b-t64", "tokens=64"),
-        ("fused_qk_norm_rope", "qwen3-8b-t8192", "tokens=8192"),
-        ("append_paged_kv", "64x8x128-bf16", "tokens=64"),
-        ("merge_attn_states", "64x32x128-bf16", "tokens=64"),
-    ],
-)
-def test_a_shape_gives_the_problem_of_the_bench_case(kernel: str, case: str, text: str) -> None:
-    [task] = shapes(kernel, text)
-    [expected] = [c for c in get(kernel).cases if c.name == case]
-    assert dict(task.problem) == dict(expected.problem)
-    assert task.key == get(kernel).tuning_key(expected.problem)
+SHAPES = {  # of each bench case; of all its kernels where several have one of that name
+    "decode-b64-ctx4096-32/8x128-bf16": "batch=64,context=4096",
+    "decode-b256-ctx1024-32/8x128-bf16": "batch=256,context=1024",
+    "decode-b1-ctx4096-32/8x128-bf16": "batch=1,context=4096",
+    "decode-b1-ctx32768-32/8x128-bf16": "batch=1,context=32768",
+    "decode-b16-ctx4096-32/8x128-bf16": "batch=16,context=4096",
+    "chunk-2048-ctx8192-32/8x128-bf16": "batch=1,context=8192,query=2048",
+    "causal-4x4096-32/8x128-bf16": "batch=4,seqlen=4096",
+    "causal-1x16384-32/8x128-bf16": "batch=1,seqlen=16384",
+    "causal-16x512-32/8x128-bf16": "batch=16,seqlen=512",
+    "full-4x4096-32/8x128-bf16": "batch=4,seqlen=4096,causal=false",
+    "causal-4x4096-16/8x64-bf16": "batch=4,seqlen=4096,num_heads=16,head_dim=64",
+    "1x4096-bf16": "tokens=1,hidden=4096",
+    "64x4096-bf16": "tokens=64,hidden=4096",
+    "4096x4096-bf16": "tokens=4096,hidden=4096",
+    "16384x5120-bf16": "tokens=16384,hidden=5120",
+    "1x12288-bf16": "tokens=1,intermediate=12288",
+    "64x12288-bf16": "tokens=64,intermediate=12288",
+    "4096x12288-bf16": "tokens=4096,intermediate=12288",
+    "qwen3-8b-t64": "tokens=64",
+    "qwen3-8b-t8192": "tokens=8192",
+    "64x8x128-bf16": "tokens=64",
+    "4096x8x128-bf16": "tokens=4096",
+    "64x32x128-bf16": "tokens=64",
+    "4096x32x128-bf16": "tokens=4096",
+}
+NO_SHAPE = {"decode-mixed-b64-128+8192-32/8x128-bf16"}  # its sequences differ in length
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_a_shape_gives_the_problem_of_each_bench_case(spec: KernelSpec) -> None:
+    cases = {task.case: task for task in problems.bench_tasks(spec, "sm90")}
+    assert cases
+    for name in cases.keys() - NO_SHAPE:
+        [task] = shapes(spec.name, SHAPES[name])
+        assert dict(task.problem) == dict(cases[name].problem)
+        assert task.key == cases[name].key
+        assert shapes(spec.name, task.case) == [task]  # its name is a shape too
 
 
 def test_every_kernel_has_a_shape() -> None:
@@ -70,7 +93,29 @@ def test_lists_give_the_product_without_repeats() -> None:
     tasks = shapes("paged_attn", "batch=1:16:64,context=1024:8192", "batch=16,context=1024")
     assert len(tasks) == 6
     assert len({task.label for task in tasks}) == 6
-    assert tasks[0].case == "batch1-context1024"
+    assert tasks[0].case == "batch=1,context=1024"
+
+
+@pytest.mark.parametrize("text", ["batch=5:8", "batch=8:5", "batch=6:8:7"])
+def test_of_problems_with_one_key_the_largest_is_tuned(text: str) -> None:
+    assert [task.case for task in shapes("paged_attn", f"{text},context=1000")] == [
+        "batch=8,context=1000"
+    ]
+
+
+def test_bench_cases_with_one_key_are_one_problem() -> None:
+    spec = get("rms_norm")
+    cases = [
+        Case(f"{n}", spec.shape(tokens=n, hidden=64), frozenset({"bench"}))  # type: ignore[misc]
+        for n in (6, 16, 5)
+    ]
+    doubled = dataclasses.replace(spec, cases=tuple(cases))
+    assert [task.case for task in problems.bench_tasks(doubled, "sm90")] == ["16"]
+
+
+def test_what_is_left_out_of_a_name_is_the_default() -> None:
+    [task] = shapes("paged_attn", "dtype=FP16,context=64,batch=2,num_heads=32,query=1")
+    assert task.case == "dtype=fp16,context=64,batch=2"
 
 
 @pytest.mark.parametrize(
@@ -78,8 +123,19 @@ def test_lists_give_the_product_without_repeats() -> None:
     [
         ("paged_attn", "contxt=3", "takes batch, context, query=1.*got 'contxt'; did you mean con"),
         ("paged_attn", "batch=2", "must give context, got 'batch=2'"),
-        ("paged_attn", "batch=0,context=8", "batch must be a whole number >= 1, got '0'"),
-        ("paged_attn", "batch=-1,context=8", "batch must be a whole number >= 1, got '-1'"),
+        ("paged_attn", "batch=0,context=8", "batch must be a whole number from 1 to .*, got '0'"),
+        ("paged_attn", "batch=-1,context=8", "batch must be a whole number from 1 to .*'-1'"),
+        ("paged_attn", "batch=x,context=8", "batch must be a whole number from 1 to .*, got 'x'"),
+        ("paged_attn", "batch=1.5,context=8", "batch must be a whole number from 1 to .*'1.5'"),
+        ("paged_attn", "batch=1:,context=8", "batch must be a whole number from 1 to .*, got ''"),
+        ("paged_attn", "batch=2147483648,context=8", "from 1 to 2147483647, got '2147483648'"),
+        (
+            "paged_attn",
+            "batch=2147483647,context=8",
+            r"at most 2\*\*24 blocks of 16, got 2147483647",
+        ),
+        ("paged_attn", "batch=1,context=2147483647", r"at most 2\*\*24 blocks of 16, got 1 \*"),
+        ("paged_attn", "", "must be name=value,..."),
         ("paged_attn", "batch=2,context=8,dtype=int8", "dtype must be one of bf16, fp16, fp32"),
         ("paged_attn", "batch=2,batch=3,context=8", "each name once"),
         ("paged_attn", "batch", "must be name=value,..."),
@@ -87,7 +143,11 @@ def test_lists_give_the_product_without_repeats() -> None:
         ("paged_attn", "batch=2,context=8,num_heads=3", "k_cache must have a number of heads"),
         ("flash_attn", "batch=2,seqlen=8,head_dim=300", "head_dim 1 to 256, got"),
         ("flash_attn", "batch=2,seqlen=8,causal=maybe", "causal must be true or false, got"),
-        ("rope", "tokens=4,head_dim=7", "rope"),
+        ("flash_attn", "batch=2,seqlen=8,window=3,causal=false", "window must be None where"),
+        ("rope", "tokens=4,rotary_dim=200", "rotary_dim in .2, head_dim=128., got"),
+        ("rope", "tokens=4,head_dim=7", "must be even"),
+        ("rms_norm", "tokens=4,hidden=8,eps=1", "takes tokens, hidden, dtype=bf16, got 'eps'$"),
+        ("rms_norm", "tokens=2147483647,hidden=2147483647", "hidden=2147483647 moves"),
     ],
 )
 def test_shapes_that_are_refused(kernel: str, text: str, words: str) -> None:
@@ -101,17 +161,92 @@ def test_unknown_kernel_suggests_the_nearest() -> None:
         get("page_attn")
 
 
+def test_a_kernel_without_a_shape_says_so() -> None:
+    bare = dataclasses.replace(get("rms_norm"), shape=None)
+    with pytest.raises(ValueError, match="needs a kernel whose spec has a shape, got rms_norm"):
+        problems.shape_tasks([bare], ["tokens=1"], "sm90")
+
+
 def test_bytes_of_inputs_are_known_without_memory() -> None:
     [task] = shapes("rms_norm", "tokens=1000000,hidden=100000")
     assert problems.input_bytes(get("rms_norm"), task.problem) == 2 * (10**11 + 10**5)
+    [task] = shapes("append_paged_kv", "tokens=32,num_kv_heads=1,head_dim=8")
+    # qkv of four heads, of which k and v are views; two pools of twice the tokens; int64
+    # slots, 32 of 64.
+    assert (
+        problems.input_bytes(get("append_paged_kv"), task.problem)
+        == 2 * (32 * 4 * 8 + 2 * 64 * 8) + 8 * 64
+    )
+
+
+def test_problems_beyond_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = get("rms_norm")
+    [task] = shapes("rms_norm", "tokens=524288,hidden=4096")  # 4 GiB, twice
+    monkeypatch.setattr(device, "memory_bytes", lambda: 9 << 30)
+    assert problems.why_too_large(spec, task.problem) is None
+    monkeypatch.setattr(device, "memory_bytes", lambda: 8 << 30)  # the weight is too much
+    assert problems.why_too_large(spec, task.problem) == (
+        "it needs 8.0 GiB or more, got a device with 8.0"
+    )
+    monkeypatch.setattr(device, "memory_bytes", lambda: 0)  # a CPU has the machine's
+    [task] = shapes("rms_norm", "tokens=100000000,hidden=100000")
+    assert "it needs 37252.9 GiB or more" in str(problems.why_too_large(spec, task.problem))
+
+
+def test_what_does_not_fit_is_named_and_the_rest_tuned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = shapes("rms_norm", "tokens=16:64,hidden=4096")
+    here = Target(device.current(), offline=False, python="python")
+    monkeypatch.setattr(device, "memory_bytes", lambda: 2**19)
+    assert _fitting(SPECS, tasks, here) == tasks[:1]
+    err = capsys.readouterr().err
+    assert re.fullmatch("autotune: rms_norm tokens=64,hidden=4096 is left out: it needs .*\n", err)
+    assert _fitting(SPECS, tasks, dataclasses.replace(here, offline=True)) == tasks
+    with pytest.raises(ValueError, match="a problem that fits into the device's memory, got none"):
+        _fitting(SPECS, tasks[1:], here)
 
 
 # ---- models ------------------------------------------------------------------------------------
 
 
+TINY = {
+    "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20},
+    "llama": {"num_attention_heads": 3, "num_key_value_heads": 3},
+    "qwen2": {"num_attention_heads": 6, "num_key_value_heads": 1, "torch_dtype": "float16"},
+}
+
+
+def tiny_config(family: str) -> dict[str, Any]:
+    sizes = {"hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 1, "vocab_size": 9}
+    rope = {"max_position_embeddings": 4096, "rope_theta": 1e4}
+    return {"model_type": family, "torch_dtype": "float32", **sizes, **rope, **TINY[family]}
+
+
+def network(config: ModelConfig) -> Model:
+    """One layer whose values do not matter."""
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=getattr(torch, config.dtype), device=device.tensor_device())
+
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    layer = Layer(
+        input_layernorm=zeros(hidden),
+        qkv_proj=Linear(zeros(config.q_size + 2 * config.kv_size, hidden)),
+        q_norm=zeros(dim) if config.qk_norm else None,
+        k_norm=zeros(dim) if config.qk_norm else None,
+        o_proj=Linear(zeros(hidden, config.q_size)),
+        post_attention_layernorm=zeros(hidden),
+        gate_up_proj=Linear(zeros(2 * inner, hidden)),
+        down_proj=Linear(zeros(hidden, inner)),
+    )
+    table = zeros(config.vocab_size, hidden)
+    return Model(config, table, [layer], zeros(hidden), Linear(table))
+
+
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
-    """(kernel, key) of each problem whose config is looked up."""
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
+    """(kernel, key) of each problem whose config is looked up; the launches themselves are not."""
     found: set[tuple[str, str]] = set()
     explain: Callable[..., Any] = config.explain
 
@@ -119,39 +254,112 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
         found.add((spec.name, label_of(spec.tuning_key(problem))))
         return explain(spec, problem, given)
 
-    config.reload()
     monkeypatch.setattr(config, "explain", noting)
-    return found
+    with replaced_run(lambda *args, **kwargs: None):
+        yield found
 
 
 @pytest.mark.parametrize(
     ("family", "batch", "context", "chunk"),
-    [("qwen3", 3, 16, 48), ("llama-bias", 2, 32, 16)],  # prompts in one step, a prompt in two
+    [
+        ("qwen3", 3, 16, 32),  # whole prompts in a step
+        ("qwen3", 2, 1024, 2048),
+        ("llama", 1, 3000, 2048),  # a prompt in two steps
+        ("llama", 3, 20, 32),  # the end of a prompt with the next one
+        ("qwen2", 7, 100, 256),
+        ("qwen2", 1, 2049, 2048),  # a step of one token
+    ],
 )
 def test_what_a_model_launches_is_what_is_tuned(
-    family: str, batch: int, context: int, chunk: int, launched: set[tuple[str, str]]
+    family: str,
+    batch: int,
+    context: int,
+    chunk: int,
+    launched: set[tuple[str, str]],
+    tmp_path: Path,
 ) -> None:
-    """The keys of a real prefill and decode step are those that --model derives, no more."""
-    tiny_model = tiny(family)
-    runner = Runner(tiny_model.ours, tkernels, num_blocks=32, max_positions=64, prefill_chunk=chunk)
-    sequences = [SequenceState(list(range(1, context))) for _ in range(batch)]
+    """The keys that --model derives are those of a real prefill and decode step, no more."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(family)))
+    model = network(from_folder(tmp_path))
+
+    def prefilled(length: int) -> tuple[Runner, list[SequenceState]]:
+        blocks = batch * (context // 16 + 1)
+        runner = Runner(model, tkernels, num_blocks=blocks, max_positions=4096, prefill_chunk=chunk)
+        sequences = [SequenceState([1] * length) for _ in range(batch)]
+        runner.prefill(sequences)
+        return runner, sequences
+
+    # A prompt one shorter, then the step that brings the context to its length.
+    runner, sequences = prefilled(context - 1)
     for sequence in sequences:
         sequence.token_ids.append(7)
-    runner.prefill(sequences)
-    prefill = set(launched)
-    for sequence in sequences:  # the step that brings the context to its length plus one
-        sequence.token_ids.append(7)
+    launched.clear()
+    config.reload()  # plans that are remembered ask for no config
     runner.decode(sequences)
-    tasks = problems.model_tasks(
-        SPECS, tiny_model.folder, [batch], [context], device.current().arch, chunk=chunk
+    assert {kernel for kernel, _ in launched} >= {"rms_norm", "paged_attn", "append_paged_kv"}
+    config.reload()
+    prefilled(context)
+    arch = device.current().arch
+    tasks = problems.model_tasks(SPECS, tmp_path, [batch], [context], arch, chunk=chunk)
+    assert {(task.kernel, task.label) for task in tasks} == launched
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "chunk"),
+    [(1, 1, 1), (3, 5, 4), (2, 16, 32), (7, 10, 64), (4, 7, 3), (5, 6, 13), (1, 40, 16)],
+)
+def test_steps_are_the_runners(batch: int, context: int, chunk: int) -> None:
+    computed = [0] * batch
+    expected = [Step(batch, batch, 1, context, False)]
+    for step in split_prefill([context] * batch, chunk):
+        fresh = not any(computed[i] for i, _ in step)
+        for i, n in step:
+            computed[i] += n
+        news = [n for _, n in step]
+        longest = max(computed[i] for i, _ in step)
+        expected.append(Step(len(step), sum(news), max(news), longest, fresh))
+    assert steps(batch, context, chunk) == list(dict.fromkeys(expected))
+
+
+def test_each_kind_of_attention_and_mlp_is_tuned() -> None:
+    facts = facts_of(
+        {
+            **CONFIG,
+            "model_type": "mixtral",
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"],
+        }
     )
-    derived = {(task.kernel, task.label) for task in tasks}
-    one_longer = problems.model_tasks(
-        SPECS, tiny_model.folder, [batch], [context + 1], device.current().arch, chunk=chunk
-    )
-    assert prefill <= derived
-    assert launched <= derived | {(task.kernel, task.label) for task in one_longer}
-    assert {kernel for kernel, _ in derived} == {kernel for kernel, _ in launched}
+    found = launches(facts, batch=4, context=2048)
+    decode = [shape for kernel, shape in found if kernel == "paged_attn"]
+    assert [shape["window"] for shape in decode] == [0, 128]
+    mlps = [shape for kernel, shape in found if kernel == "silu_and_mul"]
+    assert [shape["tokens"] for shape in mlps] == [8, 4096]
+
+
+def test_a_model_that_launches_none_of_the_kernels_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(ValueError, match=r"and not rope, merge_attn_states$"):
+        problems.model_tasks([get("rope"), get("merge_attn_states")], tmp_path, [1], [16], "sm90")
+
+
+def test_sizes_beyond_all_machines_are_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(ValueError, match="--batch times --context must be at most 67108864, got"):
+        problems.model_tasks(SPECS, tmp_path, [1, 10**8], [10**5], "sm90")
+
+
+def test_problems_of_a_model_are_named_by_what_is_unusual(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_attention_heads": 64}))
+    tasks = problems.model_tasks([get("paged_attn")], tmp_path, [64, 1], [8192], "sm90")
+    assert [task.case for task in tasks] == [
+        "batch=64,context=8192,num_heads=64",
+        "batch=1,context=4096,query=2048,num_heads=64",
+        "batch=1,context=8192,query=2048,num_heads=64",
+        "batch=1,context=8192,num_heads=64",
+    ]
 
 
 def test_the_runners_chunk_is_ours() -> None:
@@ -169,6 +377,38 @@ def test_facts_are_read_from_a_folder_or_a_file(tmp_path: Path) -> None:
     assert not facts_of(llama).qk_norm
     assert facts_of({**llama, "num_attention_heads": 64}).head_dim == 64
     assert facts_of({**CONFIG, "rope_parameters": {"partial_rotary_factor": 0.5}}).rotary_dim == 64
+    assert facts_of({**CONFIG, "partial_rotary_factor": 0.25}).rotary_dim == 32
+    assert facts_of({"text_config": CONFIG, "dtype": "float16"}).hidden_size == 4096
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"model_type": "mistral", "sliding_window": None}, (None,)),
+        ({"model_type": "mistral", "sliding_window": 4096}, (4096,)),
+        (
+            {"model_type": "mistral", "sliding_window": 4096, "max_position_embeddings": 4096},
+            (None,),
+        ),
+        ({"sliding_window": 4096, "use_sliding_window": False}, (None,)),
+        ({"sliding_window": 4096, "use_sliding_window": True}, (None, 4096)),
+        ({"sliding_window": 64, "layer_types": ["sliding_attention"] * 2}, (64,)),
+        ({"sliding_window": 64, "layer_types": ["linear_attention", "full_attention"]}, (None,)),
+    ],
+)
+def test_windows_are_those_that_layers_use(
+    fields: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    assert facts_of({**CONFIG, **fields}).windows == windows
+
+
+def test_mlps_are_those_that_the_kernel_serves() -> None:
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    assert facts_of(CONFIG).mlps == ((1, 12288),)
+    assert facts_of({**CONFIG, **experts}).mlps == ((8, 768),)
+    shared = {**experts, "shared_expert_intermediate_size": 512}
+    assert facts_of({**CONFIG, **shared}).mlps == ((8, 768), (1, 512))
+    assert facts_of({**CONFIG, "hidden_activation": "gelu_pytorch_tanh"}).mlps == ()
 
 
 @pytest.mark.parametrize(
@@ -181,6 +421,19 @@ def test_facts_are_read_from_a_folder_or_a_file(tmp_path: Path) -> None:
         (json.dumps({**CONFIG, "intermediate_size": "x"}), "intermediate_size must be an integer"),
         (json.dumps({**CONFIG, "num_key_value_heads": 5}), "must be a multiple of num_key_value"),
         (json.dumps({**CONFIG, "torch_dtype": "int8"}), "dtype must be one of bfloat16.*'int8'"),
+        (json.dumps({**CONFIG, "kv_lora_rank": 512}), "latent attention .kv_lora_rank=512."),
+        (json.dumps({**CONFIG, "rope_parameters": [1]}), "must be objects, got .1."),
+        (json.dumps({**CONFIG, "partial_rotary_factor": "x"}), "a number in .0, 1., got 'x'"),
+        (
+            json.dumps({**CONFIG, "partial_rotary_factor": 0.01}),
+            "give what fused_qk_norm_rope takes, got",
+        ),
+        (
+            json.dumps({**CONFIG, "model_type": "x", "head_dim": None, "hidden_size": 4095}),
+            "must be a multiple of num_attention_heads where head_dim is not .* 4095 and 32",
+        ),
+        (json.dumps({"model_type": "gpt2", "n_embd": 768}), "num_attention_heads must be an int"),
+        ("[" * 100_000, "it is not JSON"),
     ],
 )
 def test_models_that_cannot_be_read(text: str | None, words: str, tmp_path: Path) -> None:
@@ -188,3 +441,8 @@ def test_models_that_cannot_be_read(text: str | None, words: str, tmp_path: Path
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=f"^autotune: --model.*{words}"):
         problems.model_tasks(SPECS, tmp_path, [1], [16], "sm90")
+
+
+def test_a_gguf_file_is_not_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"got .*x\.gguf; the config.json of the checkpoint that"):
+        read_facts(tmp_path / "x.gguf")

@@ -71,6 +71,11 @@ def paged_shape(
     """Problem of ``batch`` sequences of ``context`` tokens, the last ``query`` of them new."""
     if query > context:
         raise ValueError(f"paged_attn: query must be at most context={context}, got {query}")
+    if batch * cdiv(context, block_size) > 2**24:  # a list of them is made on the host
+        raise ValueError(
+            f"paged_attn: batch * context must be at most 2**24 blocks of {block_size}, got "
+            f"{batch} * {context}"
+        )
     return paged_problem(
         [context] * batch,
         f"{num_heads}/{num_kv_heads}x{head_dim}",
@@ -212,7 +217,7 @@ _LENGTHS = (0, 1, 15, 16, 17, 70)
 
 
 def _decode(batch: int, context: int) -> Case:
-    problem = paged_problem([context] * batch, _8B, _BF16, poison=False)
+    problem = paged_shape(batch=batch, context=context)
     return Case(f"decode-b{batch}-ctx{context}-{_8B}-bf16", problem, _BENCH)
 
 
@@ -240,7 +245,7 @@ PAGED_CASES = (
     _decode(16, 4096),
     Case(f"decode-mixed-b64-128+8192-{_8B}-bf16", paged_problem(
         (128, 8192) * 32, _8B, _BF16, poison=False), _BENCH),
-    Case(f"chunk-2048-ctx8192-{_8B}-bf16", paged_problem(
-        (8192,), _8B, _BF16, q_lens=(2048,), poison=False), _BENCH),
+    Case(f"chunk-2048-ctx8192-{_8B}-bf16", paged_shape(
+        batch=1, context=8192, query=2048), _BENCH),
 )
 # fmt: on

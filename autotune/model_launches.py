@@ -1,0 +1,85 @@
+"""What a model launches with so many sequences of so many tokens: kernels and their shapes.
+
+The order of the kernels is that of ``model/qwen3.py``, the steps are those of ``model/runner.py``;
+``tests/test_problems.py`` compares both with what these launch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from autotune.model_facts import ModelFacts
+
+# Prompt tokens that the runner (model.generate) computes at once.
+PREFILL_CHUNK = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """New tokens of some sequences, computed at once."""
+
+    sequences: int
+    tokens: int  # new ones, of all sequences
+    query: int  # new ones, of the sequence with most
+    context: int  # of the longest sequence, new ones included
+    fresh: bool  # nothing is in the cache yet
+
+
+def steps(batch: int, context: int, chunk: int = PREFILL_CHUNK) -> list[Step]:
+    """The steps, each once, of a prefill of ``batch`` prompts of ``context`` tokens, and a decode.
+
+    The prompts stand one after the other and are cut every ``chunk`` tokens.
+    """
+    found = {Step(batch, batch, 1, context, False): None}
+    total = batch * context
+    for begin in range(0, total, chunk):
+        end = min(begin + chunk, total)
+        first, last = begin // context, (end - 1) // context
+        computed = begin - first * context
+        if first == last:
+            found[Step(1, end - begin, end - begin, computed + end - begin, computed == 0)] = None
+            continue
+        ends_first, begins_last = context - computed, end - last * context
+        query = context if last - first > 1 else max(ends_first, begins_last)
+        found[Step(last - first + 1, end - begin, query, context, computed == 0)] = None
+    return list(found)
+
+
+def launches(
+    facts: ModelFacts, batch: int, context: int, chunk: int = PREFILL_CHUNK
+) -> list[tuple[str, dict[str, Any]]]:
+    """(kernel, arguments of its spec's ``shape``) of ``steps``."""
+    return [one for step in steps(batch, context, chunk) for one in _layer(facts, step)]
+
+
+def _layer(facts: ModelFacts, step: Step) -> list[tuple[str, dict[str, Any]]]:
+    heads = {"num_heads": facts.num_heads, "num_kv_heads": facts.num_kv_heads}
+    size = {"head_dim": facts.head_dim, "dtype": facts.dtype}
+    kv = {"num_kv_heads": facts.num_kv_heads, **size}
+    rotary_dim = 0 if facts.rotary_dim == facts.head_dim else facts.rotary_dim
+    rows = {"tokens": step.tokens, "hidden": facts.hidden_size, "dtype": facts.dtype}
+    return [
+        ("rms_norm", rows),
+        (
+            "fused_qk_norm_rope" if facts.qk_norm else "rope",
+            {"tokens": step.tokens, **heads, **size, "rotary_dim": rotary_dim},
+        ),
+        ("append_paged_kv", {"tokens": step.tokens, **kv}),
+        *(_attention(step, window, heads | size) for window in facts.windows),
+        ("fused_add_rms_norm", rows),
+        *(
+            ("silu_and_mul", {"tokens": n * step.tokens, "intermediate": i, "dtype": facts.dtype})
+            for n, i in facts.mlps
+        ),
+    ]
+
+
+def _attention(step: Step, window: int | None, sizes: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    seen = {"window": window or 0, **sizes}
+    if step.fresh:
+        return "flash_attn", {"batch": step.sequences, "seqlen": step.query, **seen}
+    return (
+        "paged_attn",
+        {"batch": step.sequences, "context": step.context, "query": step.query, **seen},
+    )
