@@ -34,7 +34,6 @@ from autotune.space import (
 )
 from tkernels.registry import Config
 
-SAMPLERS = ("auto", "tpe", "random", "exhaustive")
 EXHAUSTIVE_LIMIT = 500  # legal points; more than that is left to the sampler
 _PATIENCE = 25  # points of the sampler that are illegal or known, until a random one is taken
 _RANDOM_TRIES = 20_000

@@ -42,6 +42,10 @@ class Setup:
     compile_limit: float = 300.0
 
 
+class DefaultFailedError(ValueError):
+    """The default config of a problem cannot be measured, so there is nothing to compare with."""
+
+
 class Watch:
     """Told of what happens; ``autotune.progress`` shows it."""
 
@@ -70,7 +74,7 @@ def tune(
 ) -> Outcome:
     """Search for the config of ``task``; what was found before, by anyone, counts.
 
-    Raises KeyboardInterrupt on Ctrl-C, ValueError where even the default cannot be measured. Both
+    Raises KeyboardInterrupt on Ctrl-C, DefaultFailedError where not even the default runs. Both
     leave the study as far as it came.
     """
     default = spec.default_config(task.problem, setup.dev)
@@ -140,7 +144,7 @@ def _run(searching: Search, setup: Setup, default: Config, watch: Watch) -> None
                 searching.tell(proposal, answer)
                 watch.tried(proposal, answer)
                 if proposal.config == default and not answer.ok:
-                    raise ValueError(
+                    raise DefaultFailedError(
                         f"autotune: the default config of {searching.study.user_attrs['kernel']} "
                         f"must run to be compared with, got: {answer.kind}: {answer.message}"
                     )
@@ -282,7 +286,7 @@ def _choose(
         except WorkerError as error:
             failed.append(f"{configs[winner]}: {error.message}")
             if winner == 0:
-                raise ValueError(
+                raise DefaultFailedError(
                     f"autotune: the default config must run to be compared with, got: "
                     f"{error.kind}: {error.message}"
                 ) from None
@@ -302,7 +306,7 @@ def _duel(configs: list[Config], setup: Setup) -> tuple[list[Config], list[list[
             return configs, got["samples"]
         except WorkerError as failed:
             if len(configs) == 1:
-                raise ValueError(
+                raise DefaultFailedError(
                     f"autotune: the default config must run to be compared with, got: "
                     f"{failed.kind}: {failed.message}"
                 ) from None
