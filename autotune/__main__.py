@@ -22,8 +22,16 @@ from tkernels.registry import Config, KernelSpec, all_kernels, get
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code (2 for a refused request, 130 for Ctrl-C)."""
     options = parser().parse_args(argv)
+    from autotune.process import WorkerError
+
     try:
         return _run(options)
+    except WorkerError as error:
+        print(
+            f"autotune: the worker must start and answer (--python), got {error.kind}: {error}",
+            file=sys.stderr,
+        )
+        return 2
     except (ValueError, device.UnsupportedError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -140,7 +141,7 @@ def stored_entries(path: Path) -> dict[str, Entry]:
     try:
         document = json.loads(path.read_text())
         schema, entries = document["schema"], document["entries"]
-        found = {identity(e): e for e in entries if schema == config.SCHEMA}
+        found = {identity(_checked(e)): e for e in entries if schema == config.SCHEMA}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"autotune: {path} must be a tuned file to add to, got {error!r}"
@@ -148,6 +149,21 @@ def stored_entries(path: Path) -> dict[str, Entry]:
     if schema != config.SCHEMA:
         raise ValueError(f"autotune: {path} must have schema {config.SCHEMA}, got {schema!r}")
     return found
+
+
+def _checked(entry: Any) -> Entry:
+    """``entry``; raises where it lacks what is read here, or has it in another form."""
+    record = entry["measured"] or entry["estimate"]
+    names = ("ms", "default_ms") if entry["measured"] else ("us", "default_us")
+    times = [(entry if entry["measured"] else record)[name] for name in names]
+    for name in ("key", "config"):
+        if not isinstance(entry[name], dict):
+            raise ValueError(f"{name} must be an object, got {entry[name]!r}")
+    if not isinstance(record, dict) or not isinstance(record.get("date", ""), str):
+        raise ValueError(f"measured and estimate must be objects with a date, got {record!r}")
+    if not all(type(t) in (int, float) and 0 < t < math.inf for t in times):
+        raise ValueError(f"{names[0]} and {names[1]} must be numbers above 0, got {times}")
+    return dict(entry)
 
 
 def _change(path: Path, kernel: str, arch: str, change: Any) -> None:

@@ -98,14 +98,27 @@ def check(bench: Bench, config: Config) -> None:
         assert_close(actual, expected, what=name, factor=spec.tolerance)
     for name, buffer in outs.items():
         buffer.check(f"{name}, beside it")
-    for name, before in inputs.items():
-        if isinstance(before, torch.Tensor) and name not in spec.mutates:
-            assert torch.equal(_bits(own[name]), _bits(before)), f"{name}, an input, was changed"
+    for name, tensor in inputs.items():
+        if isinstance(tensor, torch.Tensor) and name not in spec.mutates:
+            # As bytes: NaN equals NaN, and -0 is another value than 0.
+            now, then = (_bytes_of(t) for t in (own[name], tensor))
+            assert torch.equal(now, then), f"{name}, an input, was changed"
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, in which NaN equals itself."""
-    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _restore(bench: Bench) -> None:
+    """Undo what timing or a wrong config did to the inputs."""
+    for inputs in bench.sets:
+        for name, kept in bench.inputs.items():
+            repeats = isinstance(kept, torch.Tensor) and any(
+                n > 1 and stride == 0
+                for n, stride in zip(inputs[name].shape, inputs[name].stride(), strict=True)
+            )
+            if isinstance(kept, torch.Tensor) and not repeats:
+                inputs[name].copy_(kept)
 
 
 @contextlib.contextmanager
@@ -122,6 +135,7 @@ def _poisoned_memory() -> Iterator[None]:
 
 def ready(bench: Bench, config: Config) -> Prepared:
     """``config`` captured in a graph over all sets of inputs; each set keeps its latest result."""
+    _restore(bench)
     return prepared([_keeping(bench.spec, inputs, config) for inputs in bench.sets])
 
 

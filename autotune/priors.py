@@ -53,9 +53,16 @@ def priors(
     for config, origin in [*stored, *near]:
         if len(found) >= len(stored) + _NEIGHBOURS:
             break
-        if all(config != other for other, _ in found) and why_illegal(config) is None:
+        if all(config != other for other, _ in found) and _is_legal(config, why_illegal):
             found.append((config, origin))
     return found
+
+
+def _is_legal(config: Config, why_illegal: WhyIllegal) -> bool:
+    try:
+        return why_illegal(config) is None
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError):
+        return False  # edited by hand, or of another version: keys missing, names for numbers
 
 
 def key_distance(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:

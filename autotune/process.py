@@ -152,11 +152,16 @@ class Worker:
             raise WorkerError("hung", f"{request['do']} took longer than {limit:g} s") from None
         except (BrokenPipeError, EOFError):
             raise WorkerError(*self._why_dead()) from None
-        answer: dict[str, Any] = json.loads(line)
-        if answer["kind"] != "ok":
-            if answer["kind"] == "device fault":
+        try:
+            answer: dict[str, Any] = json.loads(line)
+            kind, message = answer["kind"], answer.get("message", "")
+        except (ValueError, TypeError, KeyError):
+            self._kill()
+            raise WorkerError("crashed", f"it answered {line[:100]!r}") from None
+        if kind != "ok":
+            if kind == "device fault":
                 self._kill()  # its context is gone, whatever it is asked next would fail too
-            raise WorkerError(answer["kind"], answer["message"])
+            raise WorkerError(kind, message)
         return answer
 
     def _read_line(self, deadline: float) -> bytes:
@@ -191,8 +196,15 @@ class Worker:
         self.close()
         if code == -signal.SIGKILL:
             return "out of memory", f"the system killed it ({last})"
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        how = f"signal {_signal_name(-code)}" if code < 0 else f"exit status {code}"
         return "crashed", f"{how}: {last}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # those for real time have no names
+        return str(number)
 
 
 # A worker dies with the thread that started it (PR_SET_PDEATHSIG), so one that never ends does.

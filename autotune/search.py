@@ -158,8 +158,10 @@ class Search:
             return None
 
     def tell(self, proposal: Proposal, answer: Answer) -> None:
-        """Keep what came of a proposal."""
+        """Keep what came of a proposal. A time that is none (NaN, zero...) is a failure."""
         trial = proposal.trial
+        if answer.ok and not (answer.ms is not None and 0 < answer.ms < math.inf):
+            answer = Answer("does not run", f"its time is {answer.ms}", facts=answer.facts)
         try:
             for name in ("kind", "message", "ms"):
                 if getattr(answer, name) not in (None, ""):

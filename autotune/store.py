@@ -171,15 +171,16 @@ def open_study(
         pruner=pruner,
         load_if_exists=True,
     )
-    if "kernel" not in study.user_attrs:
+    written = study.user_attrs
+    if "kernel" not in written:
         facts = {
-            "kernel": task.kernel,
             "arch": task.arch,
             "case": task.case,
             "key": task.key,
             "problem": encode(task.problem),
             "default_config": default_config,
             "fingerprint": dict(fingerprint),
+            "kernel": task.kernel,  # last: who has it has all, though its maker may be killed
         }
         for name, value in facts.items():
             study.set_user_attr(name, value)

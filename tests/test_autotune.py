@@ -117,7 +117,7 @@ def test_planted_faults_are_told_and_never_win(tmp_path: Path) -> None:
 @on_interpreter
 def test_a_tuner_that_was_killed_goes_on(tmp_path: Path) -> None:
     """SIGKILL in the middle of a hanging config; --resume finishes, without what is known."""
-    tuner = started(tmp_path, *PLANTED, trials_first=6)
+    tuner = started(tmp_path, *PLANTED, trials_first=7)
     [worker] = children_of(tuner.pid)
     os.kill(tuner.pid, signal.SIGKILL)
     tuner.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("optuna", reason="the tuner needs optuna (tkernels[tune])")
+
+import optuna
 
 from autotune import export, store
 from autotune.records import Answer, Outcome, Task, label_of
@@ -100,6 +103,66 @@ def test_a_torn_line_is_cut_off(tmp_path: Path) -> None:
     assert journal.read_bytes().startswith(whole)
     for line in journal.read_bytes().splitlines():
         json.loads(line)
+
+
+@pytest.mark.parametrize("written", range(8))
+def test_a_kill_while_a_study_is_made_leaves_a_study_that_can_be_used(
+    written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> None:
+        done = iter(range(written))
+        whole = optuna.Study.set_user_attr
+
+        def set_or_die(study: optuna.Study, name: str, value: Any) -> None:
+            if next(done, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            whole(study, name, value)
+
+        optuna.Study.set_user_attr = set_or_die  # type: ignore[method-assign]
+        search_in(tmp_path, 3)
+
+    child = FORK.Process(target=make)
+    child.start()
+    child.join()
+    for study in store.all_studies(store.open_storage(str(tmp_path))):
+        assert "fingerprint" in study.user_attrs
+    attrs = search_in(tmp_path, 3).study.user_attrs
+    assert {"kernel", "arch", "case", "key", "problem", "default_config"} <= attrs.keys()
+
+
+@pytest.mark.parametrize("ms", [math.nan, math.inf, -1.0, 0.0, None])
+def test_a_time_that_is_none_is_a_failure(ms: float | None, tmp_path: Path) -> None:
+    search = search_in(tmp_path, 3)
+    for _ in range(3):
+        proposal = search.next()
+        assert proposal is not None
+        search.tell(proposal, Answer("ok", ms=ms))
+    assert search.next() is None
+    assert search.best() is None
+    assert {answer.kind for _, answer in search.known().values()} == {"does not run"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ms": 0},
+        {"ms": "fast"},
+        {"default_ms": None},
+        {"measured": True},
+        {"measured": False},
+        {"measured": {"date": 5}},
+        {"config": "x"},
+        {"key": []},
+    ],
+)
+def test_an_entry_edited_into_another_form_is_not_merged(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "a/sm90/rms_norm.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"schema": 1, "entries": [{**entry(1.0), **changes}]}))
+    with pytest.raises(ValueError, match="must be a tuned file to add to"):
+        export.merge(tmp_path / "a", tmp_path / "b")
 
 
 def test_only_trials_whose_owner_is_gone_are_failed(tmp_path: Path) -> None:

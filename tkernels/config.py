@@ -177,8 +177,13 @@ def _archs_with(kernel: str, folders: list[Path]) -> list[str]:
 
 def chip_of(entry: dict[str, Any]) -> dict[str, Any]:
     """What the chip of a measured entry is told apart by; nothing for an estimate."""
-    measured = entry.get("measured") or {}
-    return {name: measured[name] for name in ("num_cores", "memory_gib") if name in measured}
+    measured = entry.get("measured")
+    facts = measured if isinstance(measured, dict) else {}
+    return {
+        name: facts[name]
+        for name in ("num_cores", "memory_gib")
+        if isinstance(facts.get(name), int | float)  # whatever a hand wrote must not raise here
+    }
 
 
 def _unlikeness(entry: dict[str, Any]) -> float:
