@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"autotune: the worker must start and answer (--python), got {error.kind}: {error}",
             file=sys.stderr,
         )
+        return 2
+    except OSError as error:
+        print(f"autotune: the disk must take what is kept, got: {error}", file=sys.stderr)
         return 2
     except (ValueError, device.UnsupportedError) as error:
         print(error, file=sys.stderr)
@@ -114,7 +118,7 @@ def _tasks(
         tasks = [
             tune.task_of(study)
             for study in store.all_studies(storage)
-            if "outcome" not in study.user_attrs
+            if not study.user_attrs.get("outcome")
             and study.user_attrs["arch"] == target.arch
             and study.user_attrs["kernel"] in names
         ]
@@ -175,6 +179,8 @@ def _tune_all(
             "autotune: --table needs one problem, which --kernel and --case choose, got "
             f"{len(tasks)}"
         )
+    if not tasks:
+        return 0
     by_name = {spec.name: spec for spec in specs}
     folders = [*([options.export] if options.export else []), *config.config_folders()]
     with _workers(options, target) as workers:
@@ -328,4 +334,5 @@ def _status(options: argparse.Namespace, specs: list[KernelSpec], target: Target
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends in order
     sys.exit(main())

@@ -53,7 +53,7 @@ def by_samples(configs: Sequence[Config], samples: Sequence[Sequence[float]]) ->
 
 
 def _is_faster(times: Sequence[float], default_times: Sequence[float]) -> bool:
-    gains = [default / own for own, default in zip(times, default_times, strict=True)]
+    gains = [default / max(own, 1e-12) for own, default in zip(times, default_times, strict=True)]
     if statistics.median(gains) < _MEASURED_GAIN:
         return False
     differences = [default - own for own, default in zip(times, default_times, strict=True)]
@@ -72,4 +72,5 @@ def noise(times: Sequence[float]) -> float:
     """Width of the middle 60% of ``times``, as a share of their median."""
     ordered = sorted(times)
     last = len(ordered) - 1
-    return (ordered[round(0.8 * last)] - ordered[round(0.2 * last)]) / statistics.median(ordered)
+    width = ordered[round(0.8 * last)] - ordered[round(0.2 * last)]
+    return width / max(statistics.median(ordered), 1e-12)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,10 @@ from tkernels.testing import (
 
 _MOST_SETS = 16
 _SAMPLES = 5  # of a block
+_BLOCK_S = 0.5  # a block of slow calls has fewer
+_DUEL_S = 30.0
+_FEWEST_ROUNDS = 5
+_BAND = 7.25  # stands round outputs; they are NaN themselves, and a NaN written outside must show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +89,7 @@ def check(bench: Bench, config: Config) -> None:
             shapes = tensors_of(spec.launch(**clone_inputs(inputs), config=config))
         assert len(shapes) == len(results), (spec.name, len(shapes), len(results))
         outs = {
-            name: guarded(torch.full_like(like, float("nan")), padding=0)
+            name: guarded(torch.full_like(like, float("nan")), padding=0, fill=_BAND)
             for name, like in zip(spec.outputs, shapes, strict=False)
             if like.dtype.is_floating_point
         }
@@ -92,6 +97,8 @@ def check(bench: Bench, config: Config) -> None:
         written = {name: buffer.tensor for name, buffer in outs.items()}
         got = tensors_of(spec.launch(**own, **written, config=config))
         device.synchronize()
+    for result, (name, tensor) in zip(got, written.items(), strict=False):
+        assert result.data_ptr() == tensor.data_ptr(), f"{name}= was given and not written to"
     got = (*got, *(own[name] for name in spec.mutates))
     names = result_names(spec, inputs)
     for name, actual, expected in zip(names, got, bench.truth, strict=True):
@@ -151,14 +158,20 @@ def _keeping(spec: KernelSpec, inputs: dict[str, Any], config: Config) -> Callab
 
 def block(candidate: Prepared) -> float:
     """Milliseconds of one call: the median of a few samples."""
-    return statistics.median(candidate.sample() for _ in range(_SAMPLES))
+    began, samples = time.monotonic(), [candidate.sample()]
+    while len(samples) < _SAMPLES and time.monotonic() - began < _BLOCK_S:
+        samples.append(candidate.sample())
+    return statistics.median(samples)
 
 
 def duel(bench: Bench, configs: Sequence[Config], rounds: int) -> list[list[float]]:
-    """Milliseconds of each config, ``rounds`` times, all of them taking turns."""
+    """Milliseconds of each config, ``rounds`` times (slow ones fewer), all of them taking turns."""
     candidates = [ready(bench, config) for config in configs]
     samples: list[list[float]] = [[] for _ in configs]
+    began = time.monotonic()
     for i in range(rounds):
+        if i >= _FEWEST_ROUNDS and time.monotonic() - began > _DUEL_S:
+            break
         # Whoever comes first in a round may find the clock higher.
         for j in range(len(candidates)):
             place = (i + j) % len(candidates)

@@ -40,7 +40,7 @@ def priors(
         for s in studies
         if s.user_attrs["kernel"] == task.kernel
         and s.user_attrs["arch"] == task.arch
-        and "outcome" in s.user_attrs
+        and s.user_attrs.get("outcome")
     ]
     stored = [(config, "stored") for key, config in entries if key == task.key]
     others = sorted(

@@ -92,10 +92,9 @@ class Worker:
             return
         with contextlib.suppress(OSError):
             os.close(self._answers)
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        with contextlib.suppress(OSError):
             assert child.stdin is not None
             child.stdin.close()
-            child.wait(timeout=2)
         with contextlib.suppress(OSError):
             os.killpg(child.pid, signal.SIGKILL)  # compilers that it started
         child.wait()

@@ -16,6 +16,8 @@ from autotune.records import Answer, Outcome, Task, label_of
 from autotune.search import Proposal, Search
 from autotune.tune import Watch
 
+_QUIET_S = 15  # without a terminal a line comes that often
+
 
 class Progress(Watch):
     """Shows trial, best so far, gain over the default, failures by kind and the time left."""
@@ -32,6 +34,7 @@ class Progress(Watch):
         self._searching: Search | None = None
         self._began = 0.0
         self._tried = 0
+        self._said = 0.0
         self._default: float | None = None
         self._failures: Counter[str] = Counter()
 
@@ -46,6 +49,7 @@ class Progress(Watch):
     def begins(self, task: Task, searching: Search) -> None:
         self._task, self._searching = task, searching
         self._began, self._tried = time.monotonic(), 0
+        self._said = self._began
         table = searching.known()
         self._failures = Counter(a.kind for _, a in table.values() if not a.ok)
         default = table.get(label_of(searching.study.user_attrs["default_config"]))
@@ -77,22 +81,30 @@ class Progress(Watch):
     def _show(self) -> None:
         if self._console.is_terminal:
             self._live.update(self._picture(), refresh=True)
+        elif self._task is not None and time.monotonic() - self._said > _QUIET_S:
+            self._said = time.monotonic()
+            self.says(", ".join(word for word in self._words() if word))
 
     def _picture(self) -> Table:
         table = Table.grid(padding=(0, 2))
         if self._task is None or self._searching is None:
             table.add_row(f"{self._done} of {self._total} problems done")
             return table
+        table.add_row(*(Text(word) for word in self._words()))
+        return table
+
+    def _words(self) -> list[str]:
+        assert self._task is not None
+        assert self._searching is not None
         budget, known = self._searching.budget, self._searching.known()
-        table.add_row(
+        return [
             f"[{self._done + 1}/{self._total}]",
-            f"{self._task.kernel} {self._task.case}".replace("[", "\\["),
+            f"{self._task.kernel} {self._task.case}",
             f"config {len(known)} of {budget.trials}",
             self._best(known),
             f"{self._time_left(len(known))} left",
             ", ".join(f"{count} {kind}" for kind, count in sorted(self._failures.items())),
-        )
-        return table
+        ]
 
     def _best(self, known: Any) -> str:
         best = self._searching.best() if self._searching is not None else None

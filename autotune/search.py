@@ -115,12 +115,19 @@ class Search:
             table.pop(label, None)
         return table
 
+    def allowed(self, config: Config) -> bool:
+        """Whether ``config`` may be kept: what was tried before may have left the space since."""
+        return set(config) <= set(self.space) and self.why_illegal(config) is None
+
     def best(self) -> tuple[Config, float] | None:
         """The fastest config that was timed to the end; of equal ones the simplest."""
         timed = [
             (answer.ms, plainness(config, self._default), config)
             for config, answer in self.known().values()
-            if answer.ok and answer.ms is not None and "stopped_at" not in answer.facts
+            if answer.ok
+            and answer.ms is not None
+            and "stopped_at" not in answer.facts
+            and self.allowed(config)
         ]
         if not timed:
             return None

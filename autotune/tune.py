@@ -88,9 +88,11 @@ def tune(
         search.new_pruner(),
     )
     finished = stored_outcome(study, task, setup.budget)
-    if finished is not None:
+    if finished is not None and set(finished.config) <= set(space):
         watch.ends(finished)
         return finished
+    if study.user_attrs.get("outcome"):  # of a smaller budget: this one is not done
+        study.set_user_attr("outcome", None)
     first = [(default, "default"), *priors]
     searching = Search(
         study,
@@ -209,6 +211,8 @@ def _time(
     for step in range(_BLOCKS):
         blocks.append(worker.ask("block")["ms"])
         proposal.trial.report(blocks[-1], step)
+        if searching.out_of_time:
+            break
         if step + 1 < _BLOCKS and proposal.trial.should_prune():
             known["stopped_at"] = step + 1
             break
@@ -226,7 +230,8 @@ def _outcome(searching: Search, task: Task, setup: Setup, default: Config) -> Ou
             "autotune: --timeout must leave time for the default config, got "
             f"{setup.budget.seconds:g} s"
         )
-    configs = choose.leaders(table, default)
+    allowed = {label: entry for label, entry in table.items() if searching.allowed(entry[0])}
+    configs = choose.leaders(allowed, default)
     default_answer = table[label_of(default)][1]
     measured: dict[str, Any] | None = None
     estimate: dict[str, Any] | None = None

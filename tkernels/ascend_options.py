@@ -3,7 +3,8 @@
 Any kernel's config may hold them; a key that is absent is left to the compiler. They reach it as
 keywords of the launch. What each changes in the final IR was looked at with ascendnpu-ir 1.2.0
 (most act on some kernels only); what it does to the time is not known without the hardware.
-``disable_auto_inject_block_sync`` is not among them: it removes synchronisation that is needed.
+Options that change synchronisation alone (``unit_flag``, ``sync_solver``, ``inject_*``) are not
+among them, as nothing but a chip can tell whether it is still right.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ ASCEND_OPTIONS: dict[str, list[Any]] = {
     "enable_auto_bind_sub_block": [None, False],  # default: vector work is split over both cores
     "limit_auto_multi_buffer_of_local_buffer": [None, "no-limit"],  # default: not L0C
     "limit_auto_multi_buffer_only_for_local_buffer": [None, False],
-    "unit_flag": [None, True],  # finer synchronisation of the cube with what stores its results
-    "sync_solver": [None, False],
     # These act on kernels whose cube and vector parts are pipelined through a workspace.
     "set_workspace_multibuffer": [None, 2],
     "tile_mix_vector_loop": [None, 2, 4],

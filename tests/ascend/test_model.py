@@ -118,7 +118,7 @@ def test_options_reach_the_launch_of_every_kernel(spec: KernelSpec) -> None:
     [
         ("multibuffer", True, r"multibuffer must be one of \[False\], got True"),
         ("tile_mix_cube_loop", 3, r"tile_mix_cube_loop must be one of \[2, 4\], got 3"),
-        ("disable_auto_inject_block_sync", True, "unknown key disable_auto_inject_block_sync"),
+        ("sync_solver", False, "unknown key sync_solver"),
     ],
 )
 def test_other_options_are_refused(name: str, value: object, words: str) -> None:
