@@ -6,6 +6,7 @@ in one of the ways in which real configs go wrong.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -97,5 +98,23 @@ SPEC = register(
         why_illegal=_why_illegal,
         cost=lambda problem: Cost(problem["n"], 8 * problem["n"]),
         outputs=("out",),
+    )
+)
+
+
+@op
+def planted_few(
+    x: torch.Tensor, *, out: torch.Tensor | None = None, config: Config | None = None
+) -> torch.Tensor:
+    """``planted`` with few ways to go wrong."""
+    return planted(x, out=out, config=config)
+
+
+SPEC_FEW = register(
+    dataclasses.replace(
+        SPEC,
+        name="planted_few",
+        launch=planted_few,
+        space=lambda dev: {"HOW": [*RIGHT, "wrong", "hang"]},
     )
 )

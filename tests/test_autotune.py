@@ -27,6 +27,7 @@ SPEC = get("rms_norm")
 CASE = SPEC.cases[0]
 ROOT = Path(__file__).parents[1]
 PLANTED = ["--kernel", "planted", "--import", "planted"]
+FEW = ["--kernel", "planted_few", "--import", "planted"]
 LIMITS = ["--trial-timeout", "5", "--compile-timeout", "5"]
 on_interpreter = pytest.mark.skipif(
     device.KIND != "cpu", reason="tunes with the interpreter; this machine has a device"
@@ -49,10 +50,11 @@ def started(folder: Path, *arguments: str, trials_first: int) -> subprocess.Pope
     tuner = subprocess.Popen(
         [*COMMAND, *arguments], cwd=folder, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while len(trials(folder)) < trials_first:
-        assert time.monotonic() < deadline
-        assert tuner.poll() is None
+        if time.monotonic() > deadline or tuner.poll() is not None:
+            tuner.kill()
+            raise AssertionError(f"{len(trials(folder))} trials, exit status {tuner.poll()}")
         time.sleep(0.1)
     return tuner
 
@@ -115,15 +117,17 @@ def test_planted_faults_are_told_and_never_win(tmp_path: Path) -> None:
 
 
 @on_interpreter
-def test_a_tuner_that_was_killed_goes_on(tmp_path: Path) -> None:
+def test_a_tuner_that_was_killed_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """SIGKILL in the middle of a hanging config; --resume finishes, without what is known."""
-    tuner = started(tmp_path, *PLANTED, trials_first=7)
+    tuner = started(tmp_path, *FEW, trials_first=4)
     [worker] = children_of(tuner.pid)
     os.kill(tuner.pid, signal.SIGKILL)
     tuner.wait()
     before = len(trials(tmp_path))
-    assert 6 <= before < 14
-    deadline = time.monotonic() + 10
+    assert before == 4  # the fifth hangs
+    deadline = time.monotonic() + 30
     while Path(f"/proc/{worker}").exists():  # it hangs in its config, and goes with its tuner
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -133,19 +137,21 @@ def test_a_tuner_that_was_killed_goes_on(tmp_path: Path) -> None:
     assert f"goes on after {before} configs" in done.stderr
     lost = [t for t in trials(tmp_path) if t.user_attrs.get("message") == "its tuner was killed"]
     assert len(lost) <= 1
-    assert "no search for interpret was interrupted" in autotune(tmp_path, *resumed).stderr
+    again = main(["--resume", "--arch", "interpret", "--storage", str(tmp_path / ".autotune")])
+    assert again == 0
+    assert "no search for interpret was interrupted" in capsys.readouterr().err
 
 
 @on_interpreter
 def test_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
-    tuner = started(tmp_path, *PLANTED, trials_first=3)
+    tuner = started(tmp_path, *FEW, trials_first=2)
     os.kill(tuner.pid, signal.SIGINT)
-    assert tuner.wait(timeout=20) == 130
+    assert tuner.wait(timeout=90) == 130
     assert tuner.stderr is not None
     assert tuner.stderr.read().splitlines()[-1] == (
         "autotune: stopped; all that was measured is kept, and the same command goes on"
     )
-    assert len(trials(tmp_path)) >= 3
+    assert len(trials(tmp_path)) >= 2
 
 
 # ---- a real kernel -----------------------------------------------------------------------------

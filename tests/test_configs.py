@@ -243,4 +243,7 @@ def test_shipped_files_are_valid() -> None:
         keys = [json.dumps(e["key"], sort_keys=True) for e in stored["entries"]]
         assert len(keys) == len(set(keys)), f"{path.name} holds a key twice"
         for entry in stored["entries"]:
-            assert set(entry["config"]) <= set(spec.space(facts))
+            served = [c for c in spec.cases if spec.tuning_key(c.problem) == entry["key"]]
+            assert served, f"{path.name}: no case has the key {entry['key']}"
+            for case in served:
+                assert config.why_unusable(spec, entry["config"], case.problem, facts) is None

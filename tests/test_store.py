@@ -66,6 +66,11 @@ def tune_until_killed(where: Path, tuned: Path, seed: int) -> None:
         export.write(tuned, outcome({"n_cols": proposal.trial.number % 50}))
 
 
+def _journal_size(folder: Path) -> int:
+    journal = folder / store.JOURNAL
+    return journal.stat().st_size if journal.exists() else 0
+
+
 def test_kills_lose_the_running_trial_at_most(tmp_path: Path) -> None:
     """Twenty kills at any moment: every trial told before is there, no file is torn."""
     rng = random.Random(0)
@@ -73,8 +78,12 @@ def test_kills_lose_the_running_trial_at_most(tmp_path: Path) -> None:
     for seed in range(20):
         child = FORK.Process(target=tune_until_killed, args=(tmp_path, tmp_path / "tuned", seed))
         child.start()
-        time.sleep(0.05 + rng.random() * 0.35)
         assert child.pid is not None
+        size, deadline = _journal_size(tmp_path), time.monotonic() + 30
+        while _journal_size(tmp_path) == size:  # until it is at work
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(rng.random() * 0.3)
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         search = search_in(tmp_path, 1)  # opens, mends, reaps
