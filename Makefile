@@ -7,7 +7,7 @@ SHELL := bash
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PROMPT ?= Explain in two sentences why the sky is blue.
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+PYTEST_ARGS ?= -n 2
 BENCH_ARGS ?=
 ASCEND_ARGS ?=
 

@@ -29,7 +29,6 @@ from autotune.offline.sass import Walk
 from tkernels.registry import all_kernels
 
 ROOT = Path(__file__).resolve().parents[1]
-pytestmark = pytest.mark.xdist_group("nvidia model")  # one process: each would compile them all
 
 # ---- arithmetic --------------------------------------------------------------------------------
 

@@ -46,7 +46,6 @@ def compiled() -> dict[str, list[dict[str, int]]]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.xdist_group("sm90")  # one process: each would compile them all
 @pytest.mark.parametrize("name", all_kernels())
 def test_no_spills(name: str, compiled: dict[str, list[dict[str, int]]]) -> None:
     mine = {case: launches for case, launches in compiled.items() if case.split("/")[0] == name}
