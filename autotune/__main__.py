@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     except OSError as error:
-        print(f"autotune: the disk must take what is kept, got: {error}", file=sys.stderr)
+        print(
+            f"autotune: expected files to be readable and writable, got: {error}", file=sys.stderr
+        )
         return 2
     except (ValueError, device.UnsupportedError) as error:
         print(error, file=sys.stderr)

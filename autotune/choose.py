@@ -33,10 +33,7 @@ def leaders(
     timed = [
         (answer.ms, plainness(config, default), config)
         for config, answer in table.values()
-        if answer.ok
-        and answer.ms is not None
-        and "stopped_at" not in answer.facts
-        and config != default
+        if answer.timed and config != default
     ]
     return [default, *(config for _, _, config in sorted(timed, key=lambda t: t[:2])[:count])]
 

@@ -7,12 +7,11 @@ kernel changes are restored before each check.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +22,10 @@ from tkernels.registry import Config, KernelSpec, Problem
 from tkernels.testing import (
     Prepared,
     assert_close,
+    bytes_of,
     clone_inputs,
     guarded,
+    poisoned_memory,
     prepared,
     result_names,
     tensors_of,
@@ -85,7 +86,7 @@ def check(bench: Bench, config: Config) -> None:
     results = [t for t in bench.truth[: len(bench.truth) - len(spec.mutates)]]
     outs = {}
     if spec.outputs:
-        with _poisoned_memory():  # the first run tells the dtypes
+        with poisoned_memory():  # the first run tells the dtypes
             shapes = tensors_of(spec.launch(**clone_inputs(inputs), config=config))
         assert len(shapes) == len(results), (spec.name, len(shapes), len(results))
         outs = {
@@ -93,7 +94,7 @@ def check(bench: Bench, config: Config) -> None:
             for name, like in zip(spec.outputs, shapes, strict=False)
             if like.dtype.is_floating_point
         }
-    with _poisoned_memory():
+    with poisoned_memory():
         written = {name: buffer.tensor for name, buffer in outs.items()}
         got = tensors_of(spec.launch(**own, **written, config=config))
         device.synchronize()
@@ -108,12 +109,8 @@ def check(bench: Bench, config: Config) -> None:
     for name, tensor in inputs.items():
         if isinstance(tensor, torch.Tensor) and name not in spec.mutates:
             # As bytes: NaN equals NaN, and -0 is another value than 0.
-            now, then = (_bytes_of(t) for t in (own[name], tensor))
+            now, then = (bytes_of(t) for t in (own[name], tensor))
             assert torch.equal(now, then), f"{name}, an input, was changed"
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _restore(bench: Bench) -> None:
@@ -126,18 +123,6 @@ def _restore(bench: Bench) -> None:
             )
             if isinstance(kept, torch.Tensor) and not repeats:
                 inputs[name].copy_(kept)
-
-
-@contextlib.contextmanager
-def _poisoned_memory() -> Iterator[None]:
-    """torch.empty and its kin hand out NaN (integers: the largest), so what is unwritten shows."""
-    # torch.use_deterministic_algorithms does this, and imports torch's compiler (two seconds).
-    before = torch.are_deterministic_algorithms_enabled()
-    torch._C._set_deterministic_algorithms(True, warn_only=False)
-    try:
-        yield
-    finally:
-        torch._C._set_deterministic_algorithms(before, warn_only=False)
 
 
 def ready(bench: Bench, config: Config) -> Prepared:

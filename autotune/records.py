@@ -57,6 +57,11 @@ class Answer:
         """Whether there is a time."""
         return self.kind == "ok"
 
+    @property
+    def timed(self) -> bool:
+        """Whether the time is of a whole measurement: one that was stopped early cannot win."""
+        return self.ok and self.ms is not None and "stopped_at" not in self.facts
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import optuna
@@ -24,6 +24,7 @@ from optuna.trial import TrialState
 from autotune import store
 from autotune.records import Answer, label_of
 from autotune.space import (
+    MOST_POINTS_READ,
     Parameters,
     Space,
     WhyIllegal,
@@ -31,6 +32,7 @@ from autotune.space import (
     legal_points,
     neighbours,
     plainness,
+    size,
 )
 from tkernels.registry import Config
 
@@ -103,8 +105,14 @@ class Search:
     def _points_to_exhaust(self, sampler: str) -> list[Config] | None:
         if sampler not in ("auto", "exhaustive"):
             return None
-        limit = min(EXHAUSTIVE_LIMIT, self.budget.trials) if sampler == "auto" else 10**9
-        return legal_points(self._core, self.why_illegal, limit=limit)
+        limit = min(EXHAUSTIVE_LIMIT, self.budget.trials) if sampler == "auto" else MOST_POINTS_READ
+        found = legal_points(self._core, self.why_illegal, limit=limit)
+        if found is None and sampler == "exhaustive":
+            raise ValueError(
+                "autotune: --sampler exhaustive needs a space of at most "
+                f"{MOST_POINTS_READ} points, got {size(self._core)}"
+            )
+        return found
 
     # ---- what is known ----
 
@@ -122,12 +130,9 @@ class Search:
     def best(self) -> tuple[Config, float] | None:
         """The fastest config that was timed to the end; of equal ones the simplest."""
         timed = [
-            (answer.ms, plainness(config, self._default), config)
+            (answer.ms or math.inf, plainness(config, self._default), config)
             for config, answer in self.known().values()
-            if answer.ok
-            and answer.ms is not None
-            and "stopped_at" not in answer.facts
-            and self.allowed(config)
+            if answer.timed and self.allowed(config)
         ]
         if not timed:
             return None
@@ -138,11 +143,6 @@ class Search:
         """No more proposals; what is being tried may end."""
         self._stopped = True
 
-    @property
-    def exhausts(self) -> bool:
-        """Whether every legal point of the core will be tried."""
-        return self._all is not None
-
     # ---- what to try ----
 
     def next(self) -> Proposal | None:
@@ -152,7 +152,7 @@ class Search:
             while not self._is_over():
                 proposed = self._propose(misses)
                 if proposed is _EXHAUSTED:
-                    self.exhausted = not store.in_work(self.study)
+                    self.exhausted = self._all is not None and not store.in_work(self.study)
                     return None
                 trial, config, origin = self._ask(proposed)
                 why = self._why_not(trial, config)
@@ -175,7 +175,7 @@ class Search:
                     trial.set_user_attr(name, getattr(answer, name))
             if answer.facts:
                 trial.set_user_attr("facts", dict(answer.facts))
-            if answer.ok and "stopped_at" not in answer.facts:
+            if answer.timed:
                 self.study.tell(trial, answer.ms)
             else:  # samplers learn from a pruned trial that here is nothing; of a failed one not
                 self.study.tell(trial, state=TrialState.PRUNED)
@@ -274,7 +274,7 @@ class Search:
         known = self.known().get(label)
         if known is not None:
             answer = known[1]
-            if answer.ok and "stopped_at" not in answer.facts:
+            if answer.timed:
                 self.study.tell(trial, answer.ms)
             else:
                 self.study.tell(trial, state=TrialState.PRUNED)
@@ -337,9 +337,6 @@ def replay(
         search.tell(proposal, answer)
         best = min(best, answer.ms if answer.ms is not None else math.inf)
         yield best
-
-
-Evaluate = Callable[[Proposal], Answer]
 
 
 def failures_of(table: Mapping[str, tuple[Config, Answer]]) -> dict[str, int]:

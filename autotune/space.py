@@ -21,7 +21,7 @@ Space = Mapping[str, list[Any]]
 WhyIllegal = Callable[[Config], str | None]
 
 VARIANT = "variant"
-_MOST_POINTS_READ = 200_000  # legality of more than that takes too long to look at one by one
+MOST_POINTS_READ = 200_000  # legality of more than that takes too long to look at one by one
 
 
 def points(space: Space) -> Iterator[Config]:
@@ -43,7 +43,7 @@ def config_of(values: Mapping[str, Any]) -> Config:
 def legal_points(space: Space, why_illegal: WhyIllegal, *, limit: int) -> list[Config] | None:
     """All legal points, or None where they are more than ``limit`` (or too many to look at)."""
     found: list[Config] = []
-    if size(space) > _MOST_POINTS_READ:
+    if size(space) > MOST_POINTS_READ:
         return None
     for config in points(space):
         if why_illegal(config) is None:
@@ -154,7 +154,7 @@ def same(a: Any, b: Any) -> bool:
 
 def _useful(space: Space, why_illegal: WhyIllegal) -> dict[str, list[Any]]:
     """``space`` without the values that no legal point has."""
-    if size(space) > _MOST_POINTS_READ:
+    if size(space) > MOST_POINTS_READ:
         return dict(space)
     seen: dict[str, list[Any]] = {name: [] for name in space}
     for config in points(space):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import math
 import statistics
 import threading
 import time
@@ -44,6 +45,13 @@ class Setup:
 
 class DefaultFailedError(ValueError):
     """The default config of a problem cannot be measured, so there is nothing to compare with."""
+
+    def __init__(self, searching: Search, why: str) -> None:
+        attrs = searching.study.user_attrs
+        super().__init__(
+            f"autotune: the default config of {attrs['kernel']} {attrs['case']} must run to be "
+            f"compared with, got: {why}"
+        )
 
 
 class Watch:
@@ -146,10 +154,7 @@ def _run(searching: Search, setup: Setup, default: Config, watch: Watch) -> None
                 searching.tell(proposal, answer)
                 watch.tried(proposal, answer)
                 if proposal.config == default and not answer.ok:
-                    raise DefaultFailedError(
-                        f"autotune: the default config of {searching.study.user_attrs['kernel']} "
-                        f"must run to be compared with, got: {answer.kind}: {answer.message}"
-                    )
+                    raise DefaultFailedError(searching, f"{answer.kind}: {answer.message}")
         except BaseException as error:
             errors.append(error)
             searching.stop()
@@ -226,10 +231,7 @@ def _time(
 def _outcome(searching: Search, task: Task, setup: Setup, default: Config) -> Outcome:
     table = searching.known()
     if label_of(default) not in table:
-        raise ValueError(
-            "autotune: --timeout must leave time for the default config, got "
-            f"{setup.budget.seconds:g} s"
-        )
+        raise DefaultFailedError(searching, f"a --timeout of {setup.budget.seconds:g} s before it")
     allowed = {label: entry for label, entry in table.items() if searching.allowed(entry[0])}
     configs = choose.leaders(allowed, default)
     default_answer = table[label_of(default)][1]
@@ -237,14 +239,15 @@ def _outcome(searching: Search, task: Task, setup: Setup, default: Config) -> Ou
     estimate: dict[str, Any] | None = None
     failed: list[str] = []
     if setup.offline:
-        times = [table[label_of(config)][1].ms or 0.0 for config in configs]
+        # Leaders have an estimate, and a default without one has ended the search.
+        times = [float(table[label_of(config)][1].ms or math.inf) for config in configs]
         place = choose.by_estimates(configs, times)
         ms, default_ms = times[place], times[0]
         facts = table[label_of(configs[place])][1].facts
         estimate = {**_now(), **facts}
     else:
-        configs, samples = _duel(configs, setup)
-        place, failed = _choose(configs, samples, setup)
+        configs, samples = _duel(configs, searching, setup)
+        place, failed = _choose(configs, samples, searching, setup)
         ms, default_ms = statistics.median(samples[place]), statistics.median(samples[0])
         measured = {
             **_now(),
@@ -271,7 +274,7 @@ def _outcome(searching: Search, task: Task, setup: Setup, default: Config) -> Ou
 
 
 def _choose(
-    configs: list[Config], samples: list[list[float]], setup: Setup
+    configs: list[Config], samples: list[list[float]], searching: Search, setup: Setup
 ) -> tuple[int, list[str]]:
     """Place of the config to keep, and what turned out wrong when the winner was checked again.
 
@@ -291,14 +294,13 @@ def _choose(
         except WorkerError as error:
             failed.append(f"{configs[winner]}: {error.message}")
             if winner == 0:
-                raise DefaultFailedError(
-                    f"autotune: the default config must run to be compared with, got: "
-                    f"{error.kind}: {error.message}"
-                ) from None
+                raise DefaultFailedError(searching, f"{error.kind}: {error.message}") from None
             left.remove(winner)
 
 
-def _duel(configs: list[Config], setup: Setup) -> tuple[list[Config], list[list[float]]]:
+def _duel(
+    configs: list[Config], searching: Search, setup: Setup
+) -> tuple[list[Config], list[list[float]]]:
     """Times of the leaders and the default taken in turns; who fails now is left out."""
     worker = setup.workers[0]
     while True:
@@ -311,10 +313,7 @@ def _duel(configs: list[Config], setup: Setup) -> tuple[list[Config], list[list[
             return configs, got["samples"]
         except WorkerError as failed:
             if len(configs) == 1:
-                raise DefaultFailedError(
-                    f"autotune: the default config must run to be compared with, got: "
-                    f"{failed.kind}: {failed.message}"
-                ) from None
+                raise DefaultFailedError(searching, f"{failed.kind}: {failed.message}") from None
             configs = configs[:-1]  # the slowest leader first; together they may need too much
 
 

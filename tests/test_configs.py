@@ -247,3 +247,42 @@ def test_shipped_files_are_valid() -> None:
             assert served, f"{path.name}: no case has the key {entry['key']}"
             for case in served:
                 assert config.why_unusable(spec, entry["config"], case.problem, facts) is None
+
+
+def test_an_arch_without_files_takes_those_of_the_nearest() -> None:
+    others = ["sm80", "sm90", "sm120", "ascend910b"]
+    assert config.nearest_arch("sm89", others) == "sm90"
+    assert config.nearest_arch("sm103", others) == "sm90"
+    assert config.nearest_arch("sm90", ["ascend910b"]) is None
+    assert config.nearest_arch("ascend910b", others) is None
+    assert config.nearest_arch("interpret", others) is None
+
+
+def test_the_entry_of_the_likest_chip_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three entries for a key: cores and memory decide, and an estimate comes last."""
+    spec = all_kernels()["rms_norm"]
+    problem = spec.cases[0].problem
+    default, key = spec.default_config(problem, device.current()), spec.tuning_key(problem)
+    cores = device.current().num_cores
+    entries = [
+        {"key": key, "config": {**default, "programs_per_core": n}, "measured": measured}
+        for n, measured in (
+            (1, False),
+            (2, {"num_cores": 64 * cores, "memory_gib": 1}),
+            (4, {"num_cores": cores, "memory_gib": 1}),
+        )
+    ]
+    document = {"schema": config.SCHEMA, "kernel": spec.name, "entries": entries}
+    path = _path(tmp_path, spec)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document))
+    monkeypatch.setenv("TKERNELS_CONFIG_DIR", str(tmp_path))
+    config.reload()
+    try:
+        found = [entry["config"]["programs_per_core"] for entry, _ in config.stored(spec, problem)]
+    finally:
+        monkeypatch.undo()
+        config.reload()
+    assert found == [4, 2, 1]

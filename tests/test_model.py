@@ -71,7 +71,7 @@ def test_trained_qwen3_equals_transformers(shared: Path) -> None:
 @pytest.mark.model
 @pytest.mark.slow
 def test_smollm2_equals_transformers() -> None:
-    """Logits, tokens, and the perplexity of 512 tokens of pydoc's topics."""
+    """Logits, tokens, and the perplexity of 2,048 tokens of pydoc's topics."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = smollm2()
@@ -85,7 +85,7 @@ def test_smollm2_equals_transformers() -> None:
     text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     assert_equals_transformers(ours, hf, tokenizer(text)["input_ids"])
 
-    ids = tokenizer(read_text(None))["input_ids"][:512]
+    ids = tokenizer(read_text(None))["input_ids"][:2048]
     with torch.inference_mode():
         loss = hf(torch.tensor([ids]), labels=torch.tensor([ids])).loss
     assert perplexity(ours, tkernels.reference, ids) == pytest.approx(math.exp(loss), rel=1e-3)

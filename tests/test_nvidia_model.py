@@ -5,10 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +22,8 @@ from autotune.offline.nvidia import (
 )
 from autotune.offline.nvidia_work import Work
 from autotune.offline.sass import Walk
+from tests.compiled_for import lines_of
 from tkernels.registry import all_kernels
-
-ROOT = Path(__file__).resolve().parents[1]
 
 # ---- arithmetic --------------------------------------------------------------------------------
 
@@ -215,13 +210,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    env = {**os.environ, "TKERNELS_DEVICE": "compile:sm90", "PYTHONPATH": str(ROOT)}
-    env.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD], env=env, cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return dict(json.loads(lines_of(CHILD)[-1]))
 
 
 @pytest.mark.parametrize("name", all_kernels())

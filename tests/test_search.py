@@ -160,8 +160,15 @@ def test_all_points_are_tried_where_the_budget_covers_them() -> None:
     search = new_search(trials=500, why=few, core={**SPACE})
     tried = [config for config, _ in run(search)]
     assert len(tried) == 4 * 2 * 4
-    assert search.exhausts
     assert search.exhausted
+
+
+def test_a_space_too_large_to_exhaust_is_refused() -> None:
+    """Not searched by something else without a word."""
+    large = {f"K{i}": [1, 2, 4, 8, 16, 32, 64, 128] for i in range(7)}
+    study = optuna.create_study()
+    with pytest.raises(ValueError, match="--sampler exhaustive needs a space of at most 200000"):
+        Search(study, large, lambda c: None, [], Budget(9), sampler="exhaustive")
 
 
 def test_descent_leaves_the_exhausted_core() -> None:

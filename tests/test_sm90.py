@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.compiled_for import lines_of
 from tkernels.registry import all_kernels
-
-ROOT = Path(__file__).resolve().parents[1]
 
 # In a process of its own: here Triton is an interpreter, there it must compile.
 CHILD = """
@@ -37,13 +32,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[dict[str, int]]]:
-    env = {**os.environ, "TKERNELS_DEVICE": "compile:sm90", "PYTHONPATH": str(ROOT)}
-    env.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return dict(json.loads(lines_of(CHILD)[-1]))
 
 
 @pytest.mark.parametrize("name", all_kernels())

@@ -146,9 +146,7 @@ def stored(spec: KernelSpec, problem: Problem) -> Iterator[tuple[dict[str, Any],
     key = spec.tuning_key(problem)
     dev = device.current()
     folders = config_folders()
-    arch = dev.arch
-    if not any((folder / arch / f"{spec.name}.json").exists() for folder in folders):
-        arch = nearest_arch(arch, _archs_with(spec.name, folders)) or arch
+    arch = _arch_to_read(spec.name, dev.arch, tuple(folders))
     for folder in folders:
         path = folder / arch / f"{spec.name}.json"
         matching = [entry for entry in _entries(path) if entry["key"] == key]
@@ -171,8 +169,11 @@ def _capability(arch: str) -> int | None:
     return int(digits) if arch.startswith("sm") and digits.isdecimal() else None
 
 
-def _archs_with(kernel: str, folders: list[Path]) -> list[str]:
-    return [file.parent.name for folder in folders for file in folder.glob(f"*/{kernel}.json")]
+@functools.cache  # a file that is not there is not looked for again at each new token count
+def _arch_to_read(kernel: str, arch: str, folders: tuple[Path, ...]) -> str:
+    """``arch`` where a folder has the kernel for it, else the nearest that one has."""
+    found = [file.parent.name for folder in folders for file in folder.glob(f"*/{kernel}.json")]
+    return arch if arch in found else nearest_arch(arch, found) or arch
 
 
 def chip_of(entry: dict[str, Any]) -> dict[str, Any]:
@@ -258,6 +259,7 @@ def reload() -> None:
     _plans.clear()
     _latest.clear()
     _entries.cache_clear()
+    _arch_to_read.cache_clear()
     _warn_once.cache_clear()
 
 

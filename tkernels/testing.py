@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -137,6 +138,23 @@ def guarded(
     tensor = buffer.as_strided(shape, strides[len(strides) - len(shape) :], band)
     tensor.copy_(values)
     return Guarded(tensor, buffer, buffer.clone())
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty and its kin hand out NaN (integers: the largest), so what is unwritten shows."""
+    # torch.use_deterministic_algorithms does this, and imports torch's compiler (two seconds).
+    before = torch.are_deterministic_algorithms_enabled()
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(before, warn_only=False)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of ``tensor`` as bytes, in which NaN equals itself and -0 is not 0."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:

@@ -3,8 +3,10 @@
 The compiler is the judge of what is possible: a config that it refuses, or takes only after it
 switched double buffering off by itself, has no estimate. For the others the estimate is a model:
 
-* Each program is followed through the final IR (``offline/hivm.py``): bytes, multiply-adds, vector
-  elements and synchronisations of each pipe of its cube and vector cores, with real trip counts.
+* A program is followed through the final IR (``offline/hivm.py``): bytes, multiply-adds, vector
+  elements and synchronisations of each pipe of its cube and vector cores. Trip counts follow from
+  the launch's numbers and lists; a branch on anything else counts one arm. The first, the middle
+  and the last program are followed, and the slowest of them stands for all.
 * A pipe takes the amount over its rate, and some cycles an operation. Where local buffers exist
   twice the pipes of a core overlap, and the busiest counts; elsewhere they follow each other.
 * Synchronisations are added. Cube and vector cores overlap where the compiler pipelined them

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Hashable, Iterator, Set
+from collections.abc import Hashable, Set
 from typing import Any
 
 import pytest
@@ -20,7 +20,14 @@ from tkernels import offline_ascend as bisheng
 from tkernels.offline import Variant, record_launches, variant_of
 from tkernels.offline_ascend import Verdict, lower, scalar_memory_loops
 from tkernels.registry import Case, KernelSpec, all_kernels
-from tkernels.testing import assert_right, clone_inputs, guarded, tensors_of
+from tkernels.testing import (
+    assert_right,
+    bytes_of,
+    clone_inputs,
+    guarded,
+    poisoned_memory,
+    tensors_of,
+)
 
 from . import table
 from .cpu_build import build
@@ -158,12 +165,12 @@ def _run_and_compare(
 ) -> None:
     """Run the launch from its lowering; check results, mutated arguments, all others."""
     kept = clone_inputs({k: v for k, v in inputs.items() if k not in written})
-    with _poisoned_allocations(), record_launches(execute):
+    with poisoned_memory(), record_launches(execute):
         results = tensors_of(spec.launch(**inputs))
     assert_right(spec, kept, (*results, *(inputs[name] for name in spec.mutates)))
     for name, before in kept.items():
         if isinstance(before, torch.Tensor) and name not in spec.mutates:
-            assert torch.equal(_bits(inputs[name]), _bits(before)), f"{name} was changed"
+            assert torch.equal(bytes_of(inputs[name]), bytes_of(before)), f"{name} was changed"
 
 
 @each_spec
@@ -192,18 +199,3 @@ def test_table_holds_no_other_kernels(update_table: bool) -> None:
         rows = [row for row in rows if row["kernel"] in SPECS]
         table.save(rows)
     assert {row["kernel"] for row in rows} - set(SPECS) == set()
-
-
-@contextlib.contextmanager
-def _poisoned_allocations() -> Iterator[None]:
-    """torch.empty and its kin hand out NaN (integers: the largest), so unwritten elements show."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, in which NaN equals itself."""
-    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor

@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import tkernels
+from tests.compiled_for import lines_of
 from tkernels import config, device
 from tkernels.flash_attn_cases import flash_problem
 from tkernels.ops import flash_attn as module
@@ -23,7 +20,6 @@ from tkernels.ops.flash_attn import SPEC
 from tkernels.registry import Config, Problem
 from tkernels.testing import assert_close, assert_right, tensors_of
 
-ROOT = Path(__file__).resolve().parents[2]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLAIN = flash_problem(2, 512, "8/2x128", BF16)
 GLUON = device.is_there(device.triton_part("triton.experimental.gluon.language"))
@@ -237,18 +233,7 @@ def _asked(name: str) -> Asked:
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, int]]:
     asked = [dataclasses.astuple(_asked(name)) for name in COMPILED]
-    env = {**os.environ, "TKERNELS_DEVICE": "compile:sm90", "PYTHONPATH": str(ROOT)}
-    env.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD],
-        input=repr(asked),
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = [json.loads(line) for line in lines_of(CHILD, given=repr(asked))]
     return dict(zip(COMPILED, lines, strict=True))
 
 
