@@ -158,7 +158,6 @@ class Search:
                 why = self._why_not(trial, config)
                 if why is None:
                     self._again.discard(label_of(config))
-                    trial.set_user_attr("config", config)
                     trial.set_user_attr("origin", origin)
                     return Proposal(trial, config, origin)
                 misses += 1
@@ -190,12 +189,11 @@ class Search:
     def _is_over(self) -> bool:
         if self.out_of_time:
             return True
-        at_work = len(store.in_work(self.study))
-        return len(self.known()) + at_work >= self.budget.trials
+        return len(self._taken()) >= self.budget.trials
 
     def _propose(self, misses: int) -> Any:
         """(config, origin) to try; None to let the sampler choose; _EXHAUSTED at the end."""
-        taken = {*self.known(), *store.in_work(self.study)}
+        taken = self._taken()
         while self._priors:
             config, origin = self._priors.pop(0)
             if label_of(config) not in taken:
@@ -208,6 +206,14 @@ class Search:
         if self._sampler == "random" or misses >= _PATIENCE or len(taken) < self._startup():
             return self._random_point(taken)
         return self._by_turns(taken)
+
+    def _taken(self) -> set[str]:
+        """Labels of what was tried or is being tried.
+
+        In this order: what ends between the two reads is in the second, and is not tried again.
+        """
+        at_work = store.in_work(self.study)
+        return at_work | set(self.known())
 
     def _startup(self) -> int:
         """How many are tried before the sampler has enough to learn from."""
@@ -256,7 +262,9 @@ class Search:
             trial = self.study.ask()
             trial.set_user_attr("owner", store.owner())
             if "config" not in trial.user_attrs:
-                return trial, self._parameters.suggest(trial), "sampler"
+                config = self._parameters.suggest(trial)
+                trial.set_user_attr("config", config)  # now: who asks next must see it
+                return trial, config, "sampler"
             config = trial.user_attrs["config"]
             if self._parameters.numbers(config) is not None:
                 self._parameters.suggest(trial)  # so that the sampler learns from it
@@ -271,17 +279,14 @@ class Search:
             trial.set_user_attr("illegal", reason)
             self.study.tell(trial, state=TrialState.PRUNED)
             return reason
-        known = self.known().get(label)
-        if known is not None:
-            answer = known[1]
-            if answer.timed:
-                self.study.tell(trial, answer.ms)
-            else:
-                self.study.tell(trial, state=TrialState.PRUNED)
+        at_work = store.in_work(self.study, but=trial.number)
+        known = self.known().get(label)  # read after that: as in _taken
+        if known is not None and known[1].timed:
+            self.study.tell(trial, known[1].ms)
             return "known"
-        if label in store.in_work(self.study, but=trial.number):
+        if known is not None or label in at_work:
             self.study.tell(trial, state=TrialState.PRUNED)
-            return "in work"
+            return "known" if known is not None else "in work"
         return None
 
 

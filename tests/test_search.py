@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ pytest.importorskip("optuna", reason="the tuner needs optuna (tkernels[tune])")
 
 import optuna
 
-from autotune import choose
+from autotune import choose, store
 from autotune.records import Answer, decode, encode, label_of
 from autotune.search import Budget, Search, new_sampler, replay
 from autotune.space import Parameters, legal_points, neighbours, plainness, points
@@ -214,6 +214,81 @@ def test_a_search_joins_what_another_has_found() -> None:
         tried.append(label_of(proposal.config))
         search.tell(proposal, Answer("ok", ms=cost(proposal.config)))
     assert len(tried) == len(set(tried)) == 30
+
+
+def _at_reads(acts: dict[int, Callable[[], object]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each act is done between the tuner's read of a study of that number and the next read."""
+    count = itertools.count()
+
+    def then_act(read: Callable[..., Any]) -> Callable[..., Any]:
+        def reads(*args: Any, **kwargs: Any) -> Any:
+            found = read(*args, **kwargs)
+            acts.get(next(count), lambda: None)()
+            return found
+
+        return reads
+
+    for name in ("known", "in_work"):
+        monkeypatch.setattr(store, name, then_act(getattr(store, name)))
+
+
+@pytest.mark.parametrize(("begins", "ends"), list(itertools.combinations(range(7), 2)))
+def test_a_trial_that_another_search_begins_and_ends_meanwhile(
+    begins: int, ends: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config that is neither running any more nor known yet would be tried twice."""
+    only = [{**DEFAULT, "BLOCK": 64, "STAGES": stages} for stages in (1, 2, 3)]
+    study = optuna.create_study(sampler=new_sampler(0))
+    one, two = (
+        Search(study, SPACE, lambda c: None if c in only else "not here", [], Budget(99), seed=seed)
+        for seed in (1, 2)
+    )
+    tried: list[Config] = []
+
+    def tell() -> None:
+        one.tell(tried_by_one, Answer("ok", ms=1.0))
+
+    def begin() -> None:
+        nonlocal tried_by_one
+        with monkeypatch.context() as own:  # its own reads are not counted
+            for name, read in reads.items():
+                own.setattr(store, name, read)
+            tried_by_one = one.next()
+        tried.append(tried_by_one.config)
+
+    tried_by_one: Any = None
+    reads = {name: getattr(store, name) for name in ("known", "in_work")}
+    _at_reads({begins: begin, ends: tell}, monkeypatch)
+    tried += [config for config, _ in run(two)]
+    assert sorted(map(label_of, tried)) == sorted(map(label_of, only))
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_trial_that_begins_while_another_search_looks(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both samplers draw the same; at most one of the searches tries it."""
+    study = optuna.create_study(sampler=new_sampler(0))
+    one, two = (Search(study, SPACE, is_small, [], Budget(60), seed=s) for s in (1, 2))
+    for _ in range(20):  # past the random start
+        for search in (one, two):
+            proposal = search.next()
+            assert proposal is not None
+            search.tell(proposal, Answer("ok", ms=cost(proposal.config)))
+    drawn = next(config for config, _ in table() if label_of(config) not in one.known())
+    begun: list[Any] = []
+    for search in (one, two):
+        monkeypatch.setattr(search, "_by_turns", lambda taken: None)
+        again = iter([drawn])
+        draw = search._parameters.suggest
+        monkeypatch.setattr(
+            search._parameters, "suggest", lambda trial, a=again, d=draw: next(a, None) or d(trial)
+        )
+    _at_reads({number: lambda: begun.append(two.next())}, monkeypatch)
+    begun.append(one.next())
+    assert len(begun) == 2
+    assert None not in begun
+    assert begun[0].config != begun[1].config
 
 
 # ---- replays -----------------------------------------------------------------------------------
