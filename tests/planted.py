@@ -115,6 +115,6 @@ SPEC_FEW = register(
         SPEC,
         name="planted_few",
         launch=planted_few,
-        space=lambda dev: {"HOW": [*RIGHT, "wrong", "hang"]},
+        space=lambda dev: {"HOW": [*RIGHT, "wrong", "hang", "raises"]},
     )
 )
