@@ -127,10 +127,133 @@ def test_a_loop_of_unknown_length_is_refused() -> None:
         follow(text, [None])
 
 
-def test_endless_programs_are_given_up() -> None:
+def test_a_loop_whose_turns_count_the_same_is_multiplied() -> None:
     text = module(ROWS, f"memref<?xf32, {GM}>", "i32")
-    with pytest.raises(TooLongError, match="more than 200000 steps"):
-        follow(text, [None, 10**9])
+    assert follow(text, [None, 10**12])["V bytes"] == 10**12 * 512
+    assert follow(text, [None, 0]) == {}
+
+
+TAILS = f"""
+    %c0 = arith.constant 0 : index
+    %c1_i32 = arith.constant 1 : i32
+    %c3_i32 = arith.constant 3 : i32
+    %c0_i32 = arith.constant 0 : i32
+    %c8_i32 = arith.constant 8 : i32
+    %c8 = arith.constant 8 : index
+    %buffer = hivm.hir.pointer_cast(%c0) : memref<8xf32, {UB}>
+    scf.for %row = %c0_i32 to %arg3 step %c1_i32  : i32 {{
+      %0 = arith.remsi %row, %c3_i32 : i32
+      %1 = arith.muli %0, %c8_i32 : i32
+      scf.for %i = %c0_i32 to %1 step %c3_i32  : i32 {{
+        %2 = arith.subi %1, %i : i32
+        %3 = arith.index_cast %2 : i32 to index
+        %4 = affine.min #map()[%3]
+        %part = memref.subview %buffer[0] [%4] [1] : memref<8xf32, {UB}> to memref<?xf32, strided<[1]>, {UB}>
+        hivm.hir.store ins(%part : memref<?xf32, strided<[1]>, {UB}>) outs(%part : memref<?xf32, strided<[1]>, {UB}>)
+        scf.for %j = %c0_i32 to %c8_i32 step %c1_i32  : i32 {{
+          hivm.hir.pipe_barrier[<PIPE_V>]
+        }}
+      }}
+      scf.for %i = %c0_i32 to %0 step %c1_i32  : i32 {{
+        %2 = arith.cmpi eq, %i, %c1_i32 : i32
+        scf.if %2 {{
+          hivm.hir.set_flag[<PIPE_V>, <PIPE_S>, <EVENT_ID0>]
+        }}
+      }}
+    }}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 100])
+def test_what_is_not_run_again_counts_as_if_it_were(rows: int) -> None:
+    """Inner loops that read the same integers; names (%i, %2) that blocks side by side share."""
+    text = module(TAILS, "i32", maps="#map = affine_map<()[s0] -> (4, s0)>")
+    stored = stores = flags = 0
+    for row in range(rows):
+        length = row % 3 * 8
+        for i in range(0, length, 3):
+            stores += 1
+            stored += min(4, length - i)
+        flags += sum(i == 1 for i in range(row % 3))
+    expected = {
+        "MTE3 bytes": stored * 4,
+        "MTE3 ops": stores,
+        "sync pipe_barrier": 8 * stores,
+        "sync set_flag": flags,
+    }
+    assert follow(text, [rows]) == {name: n for name, n in expected.items() if n}
+
+
+def test_endless_programs_are_given_up() -> None:
+    text = module(TAILS, "i32", maps="#map = affine_map<()[s0] -> (4, s0)>")
+    with pytest.raises(TooLongError, match="more than 1000000 steps"):
+        follow(text, [10**9])
+
+
+UNKNOWN = f"""
+    %c0 = arith.constant 0 : index
+    %c-1_i32 = arith.constant -1 : i32
+    %c5_i32 = arith.constant 5 : i32
+    %slot = memref.reinterpret_cast %arg3 to offset: [%c0], sizes: [1], strides: [1] : memref<?xi32, {GM}> to memref<1xi32, strided<[1], offset: ?>, {GM}>
+    %0 = memref.load %slot[%c0] : memref<1xi32, strided<[1], offset: ?>, {GM}>
+    %1 = arith.cmpi eq, %0, %c-1_i32 : i32
+    %2 = arith.select %1, %c-1_i32, %c5_i32 : i32
+    scf.if %1 {{
+      hivm.hir.pipe_barrier[<PIPE_V>]
+    }} else {{
+      hivm.hir.set_flag[<PIPE_V>, <PIPE_S>, <EVENT_ID0>]
+    }}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("values", "counted", "assumed"),
+    [([-1], "sync pipe_barrier", 0), ([7], "sync set_flag", 0), (None, "sync pipe_barrier", 1)],
+)
+def test_decisions_without_knowing_are_noted(
+    values: list[int] | None, counted: str, assumed: int
+) -> None:
+    """An unknown number is equal to nothing for certain, and different from nothing either."""
+    [function] = hivm.functions(module(UNKNOWN, f"memref<?xi32, {GM}>"))
+    work = function.follow([values], (1, 1, 1), 0)
+    assert work.totals() == {counted: 1, "S accesses": 1, "S ops": 1}
+    assert work.assumed == assumed
+
+
+def test_a_bound_that_stands_for_an_unknown_size_is_noted() -> None:
+    body = f"""
+    %c0 = arith.constant 0 : index
+    %buffer = hivm.hir.pointer_cast(%c0) : memref<8xf32, {UB}>
+    %slot = memref.reinterpret_cast %arg3 to offset: [%c0], sizes: [1], strides: [1] : memref<?xi32, {GM}> to memref<1xi32, strided<[1], offset: ?>, {GM}>
+    %0 = memref.load %slot[%c0] : memref<1xi32, strided<[1], offset: ?>, {GM}>
+    %1 = arith.index_cast %0 : i32 to index
+    %2 = affine.min #map()[%1]
+    %part = memref.subview %buffer[0] [%2] [1] : memref<8xf32, {UB}> to memref<?xf32, strided<[1]>, {UB}>
+    hivm.hir.store ins(%part : memref<?xf32, strided<[1]>, {UB}>) outs(%part : memref<?xf32, strided<[1]>, {UB}>)
+"""  # noqa: E501
+    kind = f"memref<?xi32, {GM}>"
+    [least] = hivm.functions(module(body, kind, maps="#map = affine_map<()[s0] -> (6, s0)>"))
+    for values, size, assumed in [([2], 2, 0), (None, 6, 1)]:
+        work = least.follow([values], (1, 1, 1), 0)
+        assert (work.totals()["MTE3 bytes"], work.assumed) == (size * 4, assumed)
+    plain = body.replace("affine.min", "affine.apply")
+    [exact] = hivm.functions(module(plain, kind, maps="#map = affine_map<()[s0] -> (s0)>"))
+    with pytest.raises(CannotFollowError, match="a store of a size that only the chip knows"):
+        exact.follow([None], (1, 1, 1), 0)
+
+
+def test_integers_wrap_as_their_type_does() -> None:
+    body = """
+    %c0_i8 = arith.constant 0 : i8
+    %c1_i8 = arith.constant 1 : i8
+    %0 = arith.trunci %arg3 : i32 to i8
+    scf.for %i = %c0_i8 to %0 step %c1_i8  : i8 {
+      hivm.hir.pipe_barrier[<PIPE_V>]
+    }
+"""
+    text = module(body, "i32")
+    assert follow(text, [256 + 5]) == {"sync pipe_barrier": 5}
+    assert follow(text, [128]) == {}  # -128
 
 
 def test_misfits_are_named() -> None:

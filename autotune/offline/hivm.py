@@ -6,8 +6,11 @@ integers alone, so a program of it is followed by running just those: each funct
 Python, in which integer arithmetic stays and a ``hivm.hir`` operation is a counter. Trip counts are
 the real ones, as far as the integers in the kernel's arguments are given.
 
-What is not followed: values of floating point, and integers that a core computes from them (none of
-our kernels branches on such). A branch on an unknown counts its first arm.
+Statements on which no count depends are left out first (``hivm_slice.py``). What is not followed:
+values of floating point, integers that a core computes from them, and integer tensors whose values
+are not given. A branch on such counts its first arm, and the smaller of a known and an unknown
+number is taken to be the known one; ``Work.assumed`` says how often that was done. A loop of
+unknown length is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autotune.offline.hivm_python import Op, Translated, Translator
-from autotune.offline.hivm_values import MOST_STEPS, CannotFollowError, TooLongError
+from autotune.offline.hivm_values import CannotFollowError, State, TooLongError, unknown
 
 __all__ = ["PIPES", "CannotFollowError", "Function", "TooLongError", "Work", "functions"]
 
@@ -35,6 +38,7 @@ class Work:
     ops: tuple[Op, ...]
     runs: tuple[int, ...]
     elements: tuple[int, ...]
+    assumed: int = 0  # decisions that were made without knowing; 0: all counts are exact
 
     def totals(self) -> dict[str, int]:
         """``{"MTE2 bytes": ..., "MTE2 ops": ..., "M macs bf16": ..., "sync set_flag": ...}``."""
@@ -66,16 +70,21 @@ class Function(Translated):
             raise CannotFollowError(
                 f"{self.name} takes {self.arguments} arguments, got {len(given)}"
             )
-        runs, elements = [0] * len(self.ops), [0] * len(self.ops)
-        self.run(given, runs, elements, program, sub_block, [MOST_STEPS])
+        times, elements = [0] * self.blocks, [0] * len(self.ops)
+        state = State(kept=self.kept)
+        self.run(given, times, elements, program, sub_block, state)
+        runs = tuple(times[block] for block in self.block_of)
         full = [
             n * op.elements if op.elements is not None else e
             for op, n, e in zip(self.ops, runs, elements, strict=True)
         ]
-        return Work(self.ops, tuple(runs), tuple(full))
+        for op, amount in zip(self.ops, full, strict=True):
+            if unknown(amount):
+                raise CannotFollowError(f"a {op.name} of a size that only the chip knows")
+        return Work(self.ops, runs, tuple(full), state.assumed)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)
 def functions(hivm: str) -> tuple[Function, ...]:
     """The device functions of the last HIVM module: one for vector kernels, two for mixed ones."""
     lines = hivm.splitlines()

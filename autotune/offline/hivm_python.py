@@ -1,6 +1,6 @@
 """A function of HIVM's text as a Python function that counts.
 
-Each SSA value becomes a variable, each operation that is counted a counter.
+Each SSA value becomes a variable, each operation that is counted a ``Count`` in its block.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autotune.offline.hivm_values import SCOPE, CannotFollowError
+from autotune.offline.hivm_slice import Assign, Branch, Count, Loop, Step, python_of
+from autotune.offline.hivm_values import SCOPE, CannotFollowError, State
 
 _BYTES = {"f32": 4, "i32": 4, "bf16": 2, "f16": 2, "i16": 2, "i8": 1, "i1": 1, "i64": 8, "f64": 8}
 _SYNCS = ("set_flag", "wait_flag", "pipe_barrier", "sync_block_set", "sync_block_wait")
@@ -51,6 +52,8 @@ _CALLS = {
     "maxui": "most",
 }
 
+_UNSIGNED = ("shrui", "divui", "remui", "minui", "maxui")
+
 
 @dataclasses.dataclass(frozen=True)
 class Op:
@@ -67,22 +70,27 @@ class Op:
 class Translated:
     """One device function: its name, its core, what is counted in it, and what runs it.
 
-    ``run(given, runs, elements, program, sub_block, left)`` adds to the lists ``runs`` and
-    ``elements``, one place an operation.
+    ``run(given, times, elements, program, sub_block, state)`` adds to the lists ``times``, one
+    place a block, and ``elements``, one place an operation.
     """
 
     name: str
     core: str  # "aic" (cube) or "aiv" (vector)
     pipelined: bool  # cube and vector parts of several steps overlap through a workspace
     ops: tuple[Op, ...]
-    run: Callable[..., None]
+    block_of: tuple[int, ...]  # of each operation
+    blocks: int
+    run: Callable[[Sequence[Any], list[int], list[Any], int, int, State], None]
     arguments: int
+    # What loops counted, by the integers that they read; the same for all programs.
+    kept: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
 
 class Translator:
     """Writes one function as Python: each SSA value is a variable, each counted op a counter.
 
-    A memref is (elements, flat integers or None, offset).
+    A memref is two variables: (flat integers or None, offset), and the number of its elements,
+    whose name ends in ``_size``.
     """
 
     def __init__(self, maps: Mapping[str, str], head: str, body: Sequence[str]) -> None:
@@ -90,10 +98,10 @@ class Translator:
         self.head = head
         self.body = body
         self.ops: list[Op] = []
-        self.out: list[str] = []
-        self.depth = 1
-        self.blocks: list[tuple[str, list[str]]] = []  # ("for" or "if", names that yield sets)
-        self.loops: list[tuple[list[str], list[str]]] = []  # (results, what holds them till then)
+        self.steps: list[Step] = []
+        # Open blocks: the loop or branch, the names that yield sets, a loop's results, and the
+        # steps that it stands in.
+        self.blocks: list[tuple[Loop | Branch, list[str], list[str], list[Step]]] = []
 
     def translated(self) -> Translated:
         name = re.search(r"@(\w+)\(", self.head)
@@ -102,24 +110,31 @@ class Translator:
         core = "aic" if "func_core_type<AIC>" in self.head else "aiv"
         for i, argument in enumerate(arguments):
             is_memref = re.search(re.escape(argument) + r": memref", self.head) is not None
-            value = f"(0, given[{i}], 0)" if is_memref else f"number(given[{i}])"
-            self.emit(f"{_name(argument)} = {value}")
-        for line in self.body:
-            text = line.strip()
+            self.set(_name(argument), f"(given[{i}], 0)" if is_memref else f"number(given[{i}])")
+            if is_memref:
+                self.set(_size(_name(argument)), "0")
+        for text in _distinct([self.head, *self.body])[1:]:
             if text == "return" or text.startswith("return "):
                 break
             if text and not text.startswith("//"):
                 self.statement(text)
-        source = "def run(given, runs, elements, program, sub_block, left):\n" + "\n".join(self.out)
+        source, block_of, blocks = python_of(self.steps, len(self.ops))
         scope = dict(SCOPE)
         exec(compile(source, f"<{name.group(1)}>", "exec"), scope)
         pipelined = any("multibuffer_unroll_factor" in line for line in self.body)
         return Translated(
-            name.group(1), core, pipelined, tuple(self.ops), scope["run"], len(arguments)
+            name.group(1),
+            core,
+            pipelined,
+            tuple(self.ops),
+            tuple(block_of),
+            blocks,
+            scope["run"],
+            len(arguments),
         )
 
-    def emit(self, code: str) -> None:
-        self.out.append("    " * self.depth + code)
+    def set(self, name: str, value: str) -> None:
+        self.steps.append(Assign(((name, value),)))
 
     def statement(self, text: str) -> None:
         if text.startswith("}"):
@@ -139,7 +154,12 @@ class Translator:
         elif kind.startswith("memref."):
             self.memref(results, kind.removeprefix("memref."), operation)
         elif kind.startswith(("arith.", "math.", "affine.")):
-            self.emit(f"{_name(results[0])} = {self.scalar(kind, operation)}")
+            self.set(_name(results[0]), self.scalar(kind, operation))
+            if kind == "arith.select" and "memref" in operation:
+                size = _elements(_TYPE.findall(operation)[-1][0])
+                condition, a, b = (_name(n) for n in re.findall(r"%[\w#-]+", operation))
+                chosen = f"choose({condition}, {_size(a)}, {_size(b)})"
+                self.set(_size(_name(results[0])), chosen if size is None else str(size))
         else:
             raise CannotFollowError(f"unknown operation {kind}")
 
@@ -147,7 +167,9 @@ class Translator:
 
     def assign(self, targets: Sequence[str], values: Sequence[str]) -> None:
         if targets:
-            self.emit(f"{', '.join(targets)} = {', '.join(values)}")
+            pairs = list(zip(targets, values, strict=True))
+            sizes = [(_size(target), _size(value)) for target, value in pairs]
+            self.steps.append(Assign((*pairs, *sizes)))
 
     def open_for(self, results: list[str], text: str) -> None:
         head = re.match(r"scf\.for (%\w+) = (%[\w#-]+) to (%[\w#-]+) step (%[\w#-]+)", text)
@@ -158,35 +180,30 @@ class Translator:
         state = [_name(inner) for inner, _ in pairs]
         self.assign(state, [_name(outer) for _, outer in pairs])
         first, last, step = (_name(head.group(i)) for i in (2, 3, 4))
-        self.emit(f"for {_name(head.group(1))} in steps({first}, {last}, {step}, left):")
-        self.blocks.append(("for", state))
-        self.depth += 1
-        self.emit("pass")
-        self.loops.append((results, state))
+        loop = Loop(_name(head.group(1)), (first, last, step))
+        self.steps.append(loop)
+        self.blocks.append((loop, state, [_name(r) for r in results], self.steps))
+        self.steps = loop.body
 
     def open_if(self, results: list[str], text: str) -> None:
         condition = re.match(r"scf\.if (%[\w#-]+)", text)
         if condition is None:
             raise CannotFollowError(f"unknown branch {text[:80]}")
-        self.emit(f"if {_name(condition.group(1))}:")
-        self.blocks.append(("if", [_name(r) for r in results]))
-        self.depth += 1
-        self.emit("pass")
+        branch = Branch(_name(condition.group(1)))
+        self.steps.append(branch)
+        self.blocks.append((branch, [_name(r) for r in results], [], self.steps))
+        self.steps = branch.then
 
     def close(self, text: str) -> None:
         if not self.blocks:  # of the function or the module
             return
-        self.depth -= 1
-        kind, _ = self.blocks[-1]
-        if "else" in text:
-            self.emit("else:")
-            self.depth += 1
-            self.emit("pass")
+        block, state, results, outside = self.blocks[-1]
+        if isinstance(block, Branch) and "else" in text:
+            self.steps = block.other
             return
         self.blocks.pop()
-        if kind == "for":
-            results, state = self.loops.pop()
-            self.assign([_name(r) for r in results], state)
+        self.steps = outside
+        self.assign(results, state[: len(results)])
 
     # ---- scalars ----
 
@@ -201,23 +218,40 @@ class Translator:
             bound = dict(zip(names, operands, strict=True))
             done = [re.sub(r"[ds]\d+", lambda m: bound[m.group(0)], e) for e in expressions]
             joined = ", ".join(done)
-            return {"apply": joined, "min": f"least({joined})", "max": f"most({joined})"}[kind[7:]]
+            return {"apply": joined, "min": f"least(state, {joined})", "max": f"most({joined})"}[
+                kind[7:]
+            ]
         operands = [_name(n) for n in re.findall(r"%[\w#-]+", text)]
         name = kind.split(".")[1]
+        predicate = text.split()[1].rstrip(",") if name == "cmpi" else ""
+        if name in _UNSIGNED or predicate.startswith("u"):
+            operands = [f"unsigned({operand})" for operand in operands]
         if name == "cmpi":
-            predicate = text.split()[1].rstrip(",").lstrip("su")
-            sign = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}[predicate]
+            sign = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}[
+                predicate.lstrip("su")
+            ]
             return f"({operands[0]} {sign} {operands[1]})"
         if name == "select":
             return f"choose({', '.join(operands)})"
         if name == "extsi" and " i1 to " in text:
-            return f"-({operands[0]})"
-        if name in ("extsi", "extui", "trunci", "index_cast", "index_castui"):
-            return f"({operands[0]} & 1)" if text.endswith("to i1") else f"number({operands[0]})"
+            return f"-number({operands[0]})"
+        if name in ("extsi", "extui", "index_castui"):
+            given = f"unsigned({operands[0]})" if name != "extsi" else operands[0]
+            return f"number({given})"
+        if name in ("trunci", "index_cast"):
+            bits = re.search(r" to i(\d+)$", text)
+            if bits is None:
+                return f"number({operands[0]})"
+            return (
+                f"wrapped(number({operands[0]}), {bits.group(1)})"
+                if bits.group(1) != "1"
+                else (f"(number({operands[0]}) & 1)")
+            )
         if name in _INFIX:
             return f"({operands[0]} {_INFIX[name]} {operands[1]})"
         if name in _CALLS:
-            return f"{_CALLS[name]}({operands[0]}, {operands[1]})"
+            first = "state, " if _CALLS[name] == "least" else ""
+            return f"{_CALLS[name]}({first}{operands[0]}, {operands[1]})"
         return "UNKNOWN"  # floating point
 
     # ---- memory ----
@@ -232,7 +266,7 @@ class Translator:
                 index = where.group(2)
                 flat = index.count("%") == 1 and kinds[-1][2] == "gm"
                 value = f"load({_name(where.group(1))}, {_name(index)})" if flat else "UNKNOWN"
-                self.emit(f"{_name(results[0])} = {value}")
+                self.set(_name(results[0]), value)
             self.count(Op(f"memref.{name}", "S", 1, _BYTES.get(kinds[-1][1], 4), (kinds[-1][2],)))
             return
         target = _name(results[0])
@@ -240,51 +274,50 @@ class Translator:
         static = _elements(_TYPE.findall(text)[-1][0])
         if name == "extract_strided_metadata":
             assert source is not None, text
-            self.emit(f"{target} = {_name(source.group(1))}")
+            self.set(target, _name(source.group(1)))
+            self.set(_size(target), _size(_name(source.group(1))))
             for number in results[1:]:  # offset, sizes and strides, of a buffer of the core
-                self.emit(f"{_name(number)} = UNKNOWN")
+                self.set(_name(number), "UNKNOWN")
             return
         if name == "alloc":
-            self.emit(f"{target} = ({static or 0}, None, 0)")
+            self.set(target, "(None, 0)")
+            self.set(_size(target), str(static or 0))
             return
         assert source is not None, text
         base = _name(source.group(1))
-        size = str(static) if static is not None else f"{base}[0]"
+        size = str(static) if static is not None else _size(base)
+        place = base
         if name == "reinterpret_cast":
             parts = re.search(r"offset: \[(.*?)\], sizes: \[(.*?)\]", text)
             assert parts is not None, text
             if static is None:
                 size = f"product(({_numbers(parts.group(2))},))"
-            self.emit(f"{target} = at({size}, {base}, {_numbers(parts.group(1))})")
-            return
+            place = f"at({base}, {_numbers(parts.group(1))})"
         if name == "subview":
             lists = re.search(r"\[(.*?)\] \[(.*?)\] \[(.*?)\]", text)
             assert lists is not None, text
             if static is None:
                 size = f"product(({_numbers(lists.group(2))},))"
             single = lists.group(1) if "," not in lists.group(1) else "0"
-            self.emit(f"{target} = at({size}, {base}, {_numbers(single)})")
-            return
-        self.emit(f"{target} = ({size}, {base}[1], {base}[2])")
+            place = f"at({base}, {_numbers(single)})"
+        self.set(target, place)
+        self.set(_size(target), size)
 
     # ---- what is counted ----
 
     def count(self, op: Op, elements: str = "") -> None:
-        place = len(self.ops)
+        self.steps.append(Count(len(self.ops), elements if op.elements is None else ""))
         self.ops.append(op)
-        self.emit(f"runs[{place}] += 1")
-        if op.elements is None:
-            self.emit(f"elements[{place}] += {elements}")
 
     def hivm(self, results: list[str], name: str, text: str) -> None:
         if name == "get_block_idx":
-            self.emit(f"{_name(results[0])} = program")
+            self.set(_name(results[0]), "program")
         elif name == "get_sub_block_idx":
-            self.emit(f"{_name(results[0])} = sub_block")
+            self.set(_name(results[0]), "sub_block")
         elif name == "pointer_cast":
-            self.emit(
-                f"{_name(results[0])} = ({_elements(_TYPE.findall(text)[-1][0]) or 0}, None, 0)"
-            )
+            self.set(_name(results[0]), "(None, 0)")
+            elements = _elements(_TYPE.findall(text)[-1][0]) or 0
+            self.set(_size(_name(results[0])), str(elements))
         elif name in _FREE:
             return
         elif name in _SYNCS:
@@ -295,9 +328,7 @@ class Translator:
     def counted(self, name: str, text: str) -> None:
         groups = {
             side: (re.findall(r"%[\w#-]+", names), _TYPE.findall(types))
-            for side, names, types in re.findall(
-                r"(ins|outs)\(([^:]*) : ((?:[^()]|\([^()]*\))*)\)", text
-            )
+            for side, names, types in _OPERANDS.findall(text)
         }
         ins, outs = groups.get("ins", ([], [])), groups.get("outs", ([], []))
         kinds = tuple(t[1] for t in [*ins[1], *outs[1]])
@@ -319,15 +350,15 @@ class Translator:
                 wide = max(static)  # type: ignore[type-var]
                 self.count(Op(name, pipe, wide, max(_BYTES.get(k, 4) for k in kinds), kinds))
                 return
-            operands = ", ".join(f"{_name(s[0][0])}[0]" for s in sides if _is_memref(s))
+            operands = ", ".join(_size(_name(s[0][0])) for s in sides if _is_memref(s))
             size = max(_BYTES.get(k, 4) for k in kinds)
-            self.count(Op(name, pipe, None, size, kinds), f"max(0, {operands})")
+            self.count(Op(name, pipe, None, size, kinds), f"most(0, {operands})")
             return
         if not types:
             raise CannotFollowError(f"unknown operands of {text[:120]}")
         elements = _elements(types[0][0])
         self.count(
-            Op(name, pipe, elements, _BYTES.get(types[0][1], 4), kinds), f"{_name(names[0])}[0]"
+            Op(name, pipe, elements, _BYTES.get(types[0][1], 4), kinds), _size(_name(names[0]))
         )
 
 
@@ -347,10 +378,56 @@ def _results(text: str) -> tuple[list[str], str]:
     return names, found.group(2)
 
 
+def _distinct(lines: Sequence[str]) -> list[str]:
+    """The lines of a function, where no two values have one name: blocks side by side share them.
+
+    A name that can be seen is never given again, so those of a line's results may be read from
+    their scope as well as those of its operands.
+    """
+    used: dict[str, int] = {}
+    scopes: list[dict[str, str]] = []
+    found: list[str] = []
+    for line in lines:
+        text = line.strip()
+        if text.startswith("}") and scopes:
+            scopes.pop()
+        given, operation = _given(text)
+        for name in given:
+            scopes[-1][name] = _fresh(name, used)
+        if text.endswith("{"):
+            scopes.append({})
+            head = re.match(r"func\.func|scf\.for (%[\w-]+)", operation)
+            inner = re.findall(r"(%[\w-]+) = ", operation) if head and head.group(1) else []
+            for name in inner if inner else re.findall(r"(%arg\d+): ", text):
+                scopes[-1][name] = _fresh(name, used)
+        known = {name: new for scope in scopes for name, new in scope.items()}
+        words = re.split(r"(%[\w-]+)", text)
+        found.append("".join(known.get(word, word) for word in words))
+    return found
+
+
+def _given(text: str) -> tuple[list[str], str]:
+    """Names that a line gives to its results, and the operation."""
+    found = re.match(r"(%[\w:-]+(?:, %[\w:-]+)*) = (.*)", text)
+    if found is None:
+        return [], text
+    return [word.split(":")[0] for word in found.group(1).split(", ")], found.group(2)
+
+
+def _fresh(name: str, used: dict[str, int]) -> str:
+    used[name] = used.get(name, 0) + 1
+    return name if used[name] == 1 else f"{name}_again{used[name]}"
+
+
 def _name(value: str) -> str:
     """A Python name for an SSA value (or a number, as it is)."""
     value = value.strip()
     return "v_" + value[1:].replace("#", "__").replace("-", "_") if value[0] == "%" else value
+
+
+def _size(name: str) -> str:
+    """The variable that holds the elements of the memref called ``name``."""
+    return f"{name}_size"
 
 
 def _numbers(text: str) -> str:
