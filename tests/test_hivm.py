@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autotune.offline import hivm
+from autotune.offline.ascend import chosen, makespan
 from autotune.offline.hivm import CannotFollowError, TooLongError
 
 GM = "#hivm.address_space<gm>"
@@ -254,6 +255,15 @@ def test_integers_wrap_as_their_type_does() -> None:
     text = module(body, "i32")
     assert follow(text, [256 + 5]) == {"sync pipe_barrier": 5}
     assert follow(text, [128]) == {}  # -128
+
+
+def test_programs_go_to_the_core_that_is_free_first() -> None:
+    assert makespan([3.0, 1.0, 1.0, 1.0], 4, 2) == 3.0  # in waves it would be 3 + 1
+    assert makespan([1.0], 1, 40) == 1.0
+    assert makespan([1.0, 5.0], 4, 4) == 5.0  # two that stand for two each
+    assert chosen(3) == [0, 1, 2]
+    many = chosen(65535)
+    assert (many[0], many[-1], len(set(many))) == (0, 65534, 160)
 
 
 def test_misfits_are_named() -> None:

@@ -92,6 +92,33 @@ def test_what_does_not_fit_has_no_estimate(monkeypatch: pytest.MonkeyPatch) -> N
     assert "ub overflow, requires" in answer.message
 
 
+def test_what_fits_only_without_double_buffers_must_ask_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The compiler would switch them off by itself, and the config would not say so."""
+    assert RMS.shape is not None
+    wide = RMS.shape(tokens=203, hidden=8192)
+    tight = {"BLOCK_ROWS": 2, "BLOCK_N": 8192, "programs_per_core": 1}
+    monkeypatch.setattr(config, "why_unusable", lambda *args: None)
+    answer = ascend_model.estimate(RMS, wide, tight)
+    assert answer.kind == "out of resources"
+    assert "fits only with" in answer.message
+    assert "enable-auto-multi-buffer to false" in answer.message
+    asked = ascend_model.estimate(RMS, wide, {**tight, "multibuffer": False})
+    assert asked.ok, asked
+    assert asked.facts["double_buffered"] == 0
+
+
+def test_facts_say_what_was_assumed() -> None:
+    """Slots of a cache are not given to the model; lengths of attention are."""
+    for name, assumed in [("append_paged_kv", True), ("paged_attn", False), ("rope", False)]:
+        spec = get(name)
+        problem = next(case for case in spec.cases if "bench" in case.tags).problem
+        answer = ascend_model.estimate(spec, problem, default(spec, problem))
+        assert (answer.facts["assumed"] > 0) == assumed, (name, answer)
+        assert answer.facts["followed"] == min(answer.facts["programs"], 160)
+
+
 def test_options_reach_the_compiler_and_those_without_effect_change_nothing() -> None:
     plain = ascend_model.estimate(RMS, ROWS, default(RMS, ROWS))
     single = ascend_model.estimate(RMS, ROWS, {**default(RMS, ROWS), "multibuffer": False})
