@@ -185,6 +185,63 @@ def test_what_is_not_run_again_counts_as_if_it_were(rows: int) -> None:
     assert follow(text, [rows]) == {name: n for name, n in expected.items() if n}
 
 
+def carrying(inner: str, after: str = "") -> str:
+    """Rows 0 to %arg3; in each, three turns that carry %n, from the row's number modulo 3 on."""
+    return f"""
+    %c0 = arith.constant 0 : index
+    %c1 = arith.constant 1 : index
+    %c3 = arith.constant 3 : index
+    %buffer = hivm.hir.pointer_cast(%c0) : memref<9xf32, {UB}>
+    %last = arith.index_cast %arg3 : i32 to index
+    scf.for %row = %c0 to %last step %c1 {{
+      %start = arith.remsi %row, %c3 : index
+      %end = scf.for %i = %c0 to %c3 step %c1 iter_args(%n = %start) -> (index) {{
+{inner}
+        %next = arith.addi %n, %c1 : index
+        scf.yield %next : index
+      }}
+{after}
+    }}
+"""
+
+
+def store(size: str) -> str:
+    part = f"memref<?xf32, strided<[1]>, {UB}>"
+    return f"""
+      %part = memref.subview %buffer[0] [{size}] [1] : memref<9xf32, {UB}> to {part}
+      hivm.hir.store ins(%part : {part}) outs(%part : {part})
+"""
+
+
+def test_what_a_loop_carries_counts() -> None:
+    """The turns read no number of theirs, and still are not alike; rows 0 and 3 are."""
+    text = module(carrying(store("%n")), "i32")
+    stored = sum(row % 3 + turn for row in range(7) for turn in range(3))
+    assert follow(text, [7]) == {"MTE3 bytes": stored * 4, "MTE3 ops": 21}
+
+
+def test_what_a_loop_gives_back_counts() -> None:
+    text = module(carrying("hivm.hir.pipe_barrier[<PIPE_V>]", store("%end")), "i32")
+    stored = sum(row % 3 + 3 for row in range(7))
+    expected = {"MTE3 bytes": stored * 4, "MTE3 ops": 7, "sync pipe_barrier": 21}
+    assert follow(text, [7]) == expected
+
+
+def test_what_a_loop_reads_from_memory_counts() -> None:
+    """Each row has sizes of its own in memory, and nothing else tells the rows apart."""
+    row = f"memref<3xi32, strided<[1], offset: ?>, {GM}>"
+    inner = f"""
+        %sizes = memref.reinterpret_cast %arg4 to offset: [%row], sizes: [3], strides: [1] : memref<?xi32, {GM}> to {row}
+        %0 = memref.load %sizes[%i] : {row}
+        %1 = arith.index_cast %0 : i32 to index
+"""  # noqa: E501
+    text = module(carrying(inner + store("%1")), "i32", f"memref<?xi32, {GM}>")
+    sizes = [1, 4, 2, 8, 5, 7, 0]
+    stored = sum(sizes[row + turn] for row in range(5) for turn in range(3))
+    found = follow(text, [5, sizes])
+    assert (found["MTE3 bytes"], found["MTE3 ops"]) == (stored * 4, 15)
+
+
 def test_endless_programs_are_given_up() -> None:
     text = module(TAILS, "i32", maps="#map = affine_map<()[s0] -> (4, s0)>")
     with pytest.raises(TooLongError, match="more than 1000000 steps"):
