@@ -28,14 +28,21 @@ def leaders(
 ) -> list[Config]:
     """The default, then the ``count`` best others that were timed to the end, fastest first.
 
-    Of equal times, which estimates often are, the simplest comes first.
+    Of equal times the simplest comes first. Configs that compile to one program, as far as their
+    answers tell (``ir``, offline), are one point: the simplest stands for it.
     """
     timed = [
-        (answer.ms, plainness(config, default), config)
+        (answer.ms, plainness(config, default), config, answer.facts.get("ir"))
         for config, answer in table.values()
         if answer.timed and config != default
     ]
-    return [default, *(config for _, _, config in sorted(timed, key=lambda t: t[:2])[:count])]
+    found: list[Config] = []
+    programs: set[str] = set()
+    for _, _, config, program in sorted(timed, key=lambda t: t[:2]):
+        if program is None or program not in programs:
+            found.append(config)
+            programs.update([program] if program else [])
+    return [default, *found[:count]]
 
 
 def by_samples(configs: Sequence[Config], samples: Sequence[Sequence[float]]) -> int:

@@ -16,6 +16,7 @@ FAILURES = (
     "illegal",
     "does not compile",
     "out of resources",  # registers, shared memory, UB...: known to the compiler alone
+    "not estimated",  # it compiles; offline, the model cannot say how long it takes
     "does not run",
     "out of memory",
     "wrong",  # computed something else than the reference

@@ -245,6 +245,9 @@ def _outcome(searching: Search, task: Task, setup: Setup, default: Config) -> Ou
         ms, default_ms = times[place], times[0]
         facts = table[label_of(configs[place])][1].facts
         estimate = {**_now(), **facts}
+        programs = {answer.facts["ir"] for _, answer in table.values() if "ir" in answer.facts}
+        if programs:
+            estimate["distinct"] = len(programs)  # final programs of all configs that were tried
     else:
         configs, samples = _duel(configs, searching, setup)
         place, failed = _choose(configs, samples, searching, setup)

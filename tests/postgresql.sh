@@ -25,17 +25,11 @@ done
 
 command -v apt-get >/dev/null ||
     fail "expected PostgreSQL's server in /usr/lib/postgresql, and found no apt-get to fetch it with"
+. "$(dirname "${BASH_SOURCE[0]}")/debian.sh"
 work="$own.$$"
-mkdir -p "$work/apt/lists/partial" "$work/apt/archives/partial"
+mkdir -p "$work"
 trap 'rm -rf "$work"' EXIT
-options=(-qq -y -o "Dir::State::lists=$work/apt/lists" -o "Dir::Cache=$work/apt"
-    -o "Dir::Cache::archives=$work/apt/archives" -o Debug::NoLocking=true -o APT::Sandbox::User=)
-apt-get "${options[@]}" update >&2 || fail "apt-get update failed, is the network there?"
-apt-get "${options[@]}" --no-install-recommends --download-only install postgresql >&2 ||
-    fail "apt-get could not fetch the package postgresql"
-for deb in "$work"/apt/archives/*.deb; do
-    dpkg-deb -x "$deb" "$work/root" || fail "$deb could not be unpacked, is the disk full?"
-done
+unpack_debian "$work/root" postgresql
 chmod -R a+rX "$work/root" # a server started by root runs as another user
 rm -rf "$own"
 mv "$work/root" "$own"

@@ -22,6 +22,7 @@ pytest.importorskip("optuna", reason="the tuner needs optuna (tkernels[tune])")
 
 from autotune import store
 from autotune.__main__ import main
+from autotune.records import Task
 
 SPEC = get("rms_norm")
 CASE = SPEC.cases[0]
@@ -152,6 +153,23 @@ def test_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
         "autotune: stopped; all that was measured is kept, and the same command goes on"
     )
     assert len(trials(tmp_path)) >= 2
+
+
+def test_resume_names_what_other_chips_have_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = str(tmp_path / "journal.log")
+    storage = store.open_storage(where)
+    for arch in ("sm90", "sm90", "sm120"):
+        key = {"n": len(store.all_studies(storage))}
+        store.open_study(storage, Task("rms_norm", "a case", {"n": 1}, key, arch), {}, {})
+    assert main(["--resume", "--arch", "interpret", "--storage", where]) == 0
+    said = capsys.readouterr().err.splitlines()[-3:]
+    assert [line.split("; ")[0] for line in said] == [
+        "autotune: no search for interpret was interrupted",
+        "autotune: 1 for sm120 were interrupted",
+        "autotune: 2 for sm90 were interrupted",
+    ]
 
 
 # ---- a real kernel -----------------------------------------------------------------------------

@@ -318,9 +318,10 @@ def test_programs_go_to_the_core_that_is_free_first() -> None:
     assert makespan([3.0, 1.0, 1.0, 1.0], 4, 2) == 3.0  # in waves it would be 3 + 1
     assert makespan([1.0], 1, 40) == 1.0
     assert makespan([1.0, 5.0], 4, 4) == 5.0  # two that stand for two each
-    assert chosen(3) == [0, 1, 2]
-    many = chosen(65535)
-    assert (many[0], many[-1], len(set(many))) == (0, 65534, 160)
+    assert chosen(3, 10**6) == [0, 1, 2]
+    for steps, count in [(0, 160), (10, 160), (2_000, 50), (10**6, 3)]:  # 100,000 in all
+        many = chosen(65535, steps)
+        assert (many[0], many[-1], len(set(many))) == (0, 65534, count)
 
 
 def test_misfits_are_named() -> None:

@@ -14,7 +14,7 @@ import torch
 
 import tkernels
 from autotune import problems
-from autotune.__main__ import Target, _fitting
+from autotune.command import Target, _fitting
 from autotune.model_facts import facts_of, read_facts
 from autotune.model_launches import Step, launches, steps
 from autotune.records import label_of

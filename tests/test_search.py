@@ -343,6 +343,20 @@ def test_the_simplest_of_equals_is_kept() -> None:
     assert choose.by_estimates([DEFAULT, far, near], [1.0, 0.99, 0.985]) == 0
 
 
+def test_configs_that_compile_to_one_program_are_one_leader() -> None:
+    """The simplest stands for all; without a word on programs each stands for itself."""
+    others = [{**DEFAULT, "STAGES": stages, "ROWS": rows} for stages in (2, 3) for rows in (4, 1)]
+    for programs in ("aabb", "aaaa", None):
+        answers = {
+            label_of(config): (config, Answer("ok", ms=1.0, facts={"ir": ir} if programs else {}))
+            for config, ir in zip(others, programs or "    ", strict=True)
+        }
+        found = choose.leaders(answers, DEFAULT)
+        simplest = [others[1], others[3]] if programs == "aabb" else [others[1]]
+        assert found[0] == DEFAULT
+        assert found[1:] == simplest if programs else len(found) == 5
+
+
 def test_leaders_are_timed_to_the_end() -> None:
     answers = {
         "a": Answer("ok", ms=3.0),

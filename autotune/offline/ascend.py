@@ -5,17 +5,16 @@ switched double buffering off by itself, has no estimate. For the others the est
 
 * A program is followed through the final IR (``offline/hivm.py``): bytes, multiply-adds, vector
   elements and synchronisations of each pipe of its cube and vector cores. Trip counts follow from
-  the launch's numbers and lists; a branch on anything else counts one arm. The first, the middle
-  and the last program are followed, and the slowest of them stands for all.
+  the launch's numbers and lists; a branch on anything else counts one arm.
 * A pipe takes the amount over its rate, and some cycles an operation. Where local buffers exist
   twice the pipes of a core overlap, and the busiest counts; elsewhere they follow each other.
 * Synchronisations are added. Cube and vector cores overlap where the compiler pipelined them
   (it marks such loops), elsewhere they follow each other.
-* Programs go in order to the cores that are free. Up to 160 programs of a launch are followed all,
-  of more 160 at even distances, the first and the last among them, which then stand for those
-  between them (``followed`` and ``programs`` say how many). The whole takes no less than the least
-  bytes of the problem need from memory; what is read again is taken to come from L2, at the rate
-  of a core's port.
+* Programs go in order to the cores that are free. Up to 160 programs of a launch are followed, of
+  long ones fewer, but three at least: at even distances, the first and the last among them. They
+  stand for those between them (``followed`` and ``programs`` say how many). The whole takes no less
+  than the least bytes of the problem need from memory; what is read again is taken to come from
+  L2, at the rate of a core's port.
 * ``assumed`` counts the decisions that depend on what only the chip knows; 0 says that all counts
   are exact. A kernel that skips negative slots is counted as if there were none.
 
@@ -68,15 +67,14 @@ _SYNC = {
 }
 _LAUNCH_S = 5e-6  # a second kernel costs that at least: assumed
 _MOST_FOLLOWED = 160  # programs of a launch
+_MOST_STEPS = 100_000  # of all of them together, some seconds
 
 
 def estimate(spec: KernelSpec, problem: Problem, config: Config) -> Answer:
     """Milliseconds that the model gives to ``config``, or why the compiler does not take it."""
     with _listed_integers() as integers, FakeTensorMode(), record_launches() as launches:
         spec.launch(**spec.make_inputs(problem, torch.device("cpu")), config=config)
-    seconds = 0.0
-    facts: dict[str, Any] = {"model": MODEL}
-    digest = hashlib.sha256()
+    compiled: list[tuple[Launch, Variant, Verdict]] = []
     for launch in launches:
         variant = variant_of(launch)
         try:
@@ -89,20 +87,52 @@ def estimate(spec: KernelSpec, problem: Problem, config: Config) -> Answer:
             return Answer(kind, verdict.reason)
         if verdict.degraded:
             return Answer("out of resources", f"fits only with {', '.join(verdict.degraded)}")
+        compiled.append((launch, variant, verdict))
+    given = [_given(launch, variant, integers) for launch, variant, _ in compiled]
+    digest = hashlib.sha256(repr((spec.name, problem, given)).encode())
+    for _, _, verdict in compiled:
         digest.update(_program(verdict.hivm).encode())
+    ir = digest.hexdigest()[:12]
+    if ir not in _answers:  # what is the same to the last operation is followed once
+        _answers[ir] = _followed(compiled, given, spec.cost(problem).bytes / _MEMORY, ir)
+    return _answers[ir]
+
+
+_answers: dict[str, Answer] = {}  # by all that they follow from
+
+
+def _followed(
+    compiled: Sequence[tuple[Launch, Variant, Verdict]],
+    given: Sequence[tuple[tuple[int, ...], list[Any]]],
+    least: float,
+    ir: str,
+) -> Answer:
+    """The estimate of launches one after another, which take ``least`` seconds or more."""
+    seconds = 0.0
+    facts: dict[str, Any] = {"model": MODEL}
+    for (_, _, verdict), (grid, values) in zip(compiled, given, strict=True):
         try:
-            one, its = _launch_seconds(launch, variant, verdict, integers)
+            one, its = _launch_seconds(grid, values, verdict)
         except hivm.TooLongError as error:
-            return Answer("slow", f"not estimated: {error}")
+            return Answer("not estimated", str(error))
         except hivm.CannotFollowError as error:
-            return Answer("does not run", f"its IR cannot be followed: {error}")
+            return Answer("not estimated", f"its IR cannot be followed: {error}")
         seconds += one
         facts = _worst(facts, its)
-    memory = spec.cost(problem).bytes / _MEMORY
-    if memory > seconds:
-        seconds, facts["busiest"] = memory, "memory"
-    seconds += _LAUNCH_S * len(launches)
-    return Answer("ok", ms=seconds * 1e3, facts={**facts, "ir": digest.hexdigest()[:12]})
+    if least > seconds:
+        seconds, facts["busiest"] = least, "memory"
+    seconds += _LAUNCH_S * len(compiled)
+    return Answer("ok", ms=seconds * 1e3, facts={**facts, "ir": ir})
+
+
+def _given(
+    launch: Launch, variant: Variant, integers: Mapping[int, list[int]]
+) -> tuple[tuple[int, ...], list[Any]]:
+    """(grid, arguments) of a launch: numbers, integers of tensors as far as known, or None."""
+    values = (launch.args[name] for name, _ in variant.signature)
+    return tuple(launch.grid), [
+        integers.get(id(value)) if isinstance(value, torch.Tensor) else value for value in values
+    ]
 
 
 def _program(hivm_text: str) -> str:
@@ -151,24 +181,21 @@ def _flat(data: Any) -> list[int]:
 
 
 def _launch_seconds(
-    launch: Launch, variant: Variant, verdict: Verdict, integers: Mapping[int, list[int]]
+    grid: Sequence[int], values: Sequence[Any], verdict: Verdict
 ) -> tuple[float, dict[str, Any]]:
     """Seconds of one launch, and the facts behind it."""
-    values = [
-        integers.get(id(value)) if isinstance(value, torch.Tensor) else value
-        for value in (launch.args[name] for name, _ in variant.signature)
-    ]
     functions = hivm.functions(verdict.hivm)
     dev = device.ascend_facts()
     mixed = any(f.core == "aic" for f in functions)
     cores = dev.num_dot_cores if mixed else dev.num_cores
-    programs = math.prod(launch.grid)
-    sample = chosen(programs)
+    programs = math.prod(grid)
     pipelined = any(f.pipelined for f in functions)
+    middle = [f.follow(values, grid, programs // 2) for f in functions]
+    sample = chosen(programs, sum(work.steps for work in middle))
     each: list[float] = []
     slowest, busiest, syncs, assumed = 0.0, "", 0, 0
     for program in sample:
-        works = [f.follow(values, launch.grid, program) for f in functions]
+        works = [f.follow(values, grid, program) for f in functions]
         parts = [work.totals() for work in works]
         times = [_core_seconds(totals, verdict.double_buffered > 0) for totals in parts]
         both = [seconds for seconds, _ in times]
@@ -193,11 +220,13 @@ def _launch_seconds(
     return makespan(each, programs, cores), facts
 
 
-def chosen(programs: int) -> list[int]:
-    """Numbers of the programs that are followed: all, or some at even distances with both ends."""
-    if programs <= _MOST_FOLLOWED:
+def chosen(programs: int, steps: int) -> list[int]:
+    """Numbers of the programs that are followed, each of about ``steps`` steps: all, or some at
+    even distances with both ends."""
+    most = max(3, min(_MOST_FOLLOWED, _MOST_STEPS // max(1, steps)))
+    if programs <= most:
         return list(range(programs))
-    return [i * (programs - 1) // (_MOST_FOLLOWED - 1) for i in range(_MOST_FOLLOWED)]
+    return [i * (programs - 1) // (most - 1) for i in range(most)]
 
 
 def makespan(each: Sequence[float], programs: int, cores: int) -> float:

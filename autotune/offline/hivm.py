@@ -39,6 +39,7 @@ class Work:
     runs: tuple[int, ...]
     elements: tuple[int, ...]
     assumed: int = 0  # decisions that were made without knowing; 0: all counts are exact
+    steps: int = 0  # turns of loops that were followed for it
 
     def totals(self) -> dict[str, int]:
         """``{"MTE2 bytes": ..., "MTE2 ops": ..., "M macs bf16": ..., "sync set_flag": ...}``."""
@@ -81,7 +82,7 @@ class Function(Translated):
         for op, amount in zip(self.ops, full, strict=True):
             if unknown(amount):
                 raise CannotFollowError(f"a {op.name} of a size that only the chip knows")
-        return Work(self.ops, runs, tuple(full), state.assumed)
+        return Work(self.ops, runs, tuple(full), state.assumed, state.steps)
 
 
 @functools.lru_cache(maxsize=32)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-MOST_STEPS = 1_000_000  # of all loops of a program together, those aside that are multiplied
+MOST_STEPS = 200_000  # of all loops of a program together, those aside that are multiplied
 
 
 class CannotFollowError(ValueError):
@@ -21,7 +21,7 @@ class TooLongError(ValueError):
 class State:
     """How far a program has been followed."""
 
-    left: int = MOST_STEPS
+    steps: int = 0  # turns of loops so far
     kept: dict[Any, Any] = dataclasses.field(default_factory=dict)  # counts of inner loops
     assumed: int = 0  # branches and bounds that were decided without knowing
 
@@ -160,8 +160,8 @@ def _trips(first: Any, last: Any, step: Any) -> range:
 
 def _steps(state: State, first: Any, last: Any, step: Any) -> range:
     found = _trips(first, last, step)
-    state.left -= len(found)
-    if state.left < 0:
+    state.steps += len(found)
+    if state.steps > MOST_STEPS:
         raise TooLongError(f"a program takes more than {MOST_STEPS} steps of its loops")
     return found
 

@@ -13,6 +13,7 @@ ascendnpu_ir=1.2.0
 pybind11=3.1.0 # triton-ascend imports it, and does not say so
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+. tests/debian.sh
 main=${1:-.venv}
 own=.venv-ascend
 
@@ -33,21 +34,11 @@ host_tools_ready() {
 
 # Unpacks Debian's packages into $own/llvm-19 instead of installing them, so that nobody has to be root.
 unpack_host_tools() {
-    local packages=(mlir-19-tools llvm-19 binutils) apt="$PWD/$own/apt" deb
+    local packages=(mlir-19-tools llvm-19 binutils)
     command -v apt-get >/dev/null ||
         fail "expected LLVM 19's mlir-opt, mlir-translate and llc in /usr/lib/llvm-19/bin and /usr/bin/ld, and found no apt-get to fetch them with"
-    local options=(-qq -y -o "Dir::State::lists=$apt/lists" -o "Dir::Cache=$apt"
-        -o "Dir::Cache::archives=$apt/archives" -o Debug::NoLocking=true
-        -o APT::Sandbox::User=)
     say "fetching ${packages[*]} (about 110 MB, 500 MB unpacked)"
-    mkdir -p "$apt/lists/partial" "$apt/archives/partial"
-    apt-get "${options[@]}" update || fail "apt-get update failed, is the network there?"
-    apt-get "${options[@]}" --no-install-recommends --download-only install "${packages[@]}" ||
-        fail "apt-get could not fetch ${packages[*]}: Debian 12 and newer have them, as have LLVM's own packages"
-    for deb in "$apt"/archives/*.deb; do
-        dpkg-deb -x "$deb" "$own/llvm-19" || fail "$deb could not be unpacked, is the disk full?"
-    done
-    rm -rf "$apt"
+    unpack_debian "$PWD/$own/llvm-19" "${packages[@]}"
     host_tools_ready || fail "the packages ${packages[*]} lack mlir-opt, mlir-translate, llc or ld"
 }
 
