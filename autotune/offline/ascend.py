@@ -69,12 +69,15 @@ _LAUNCH_S = 5e-6  # a second kernel costs that at least: assumed
 _MOST_FOLLOWED = 160  # programs of a launch
 _MOST_STEPS = 100_000  # of all of them together, some seconds
 
+_Given = tuple[tuple[int, ...], list[Any]]  # grid and arguments of a launch
+
 
 def estimate(spec: KernelSpec, problem: Problem, config: Config) -> Answer:
     """Milliseconds that the model gives to ``config``, or why the compiler does not take it."""
     with _listed_integers() as integers, FakeTensorMode(), record_launches() as launches:
         spec.launch(**spec.make_inputs(problem, torch.device("cpu")), config=config)
-    compiled: list[tuple[Launch, Variant, Verdict]] = []
+    verdicts: list[Verdict] = []
+    given: list[_Given] = []
     for launch in launches:
         variant = variant_of(launch)
         try:
@@ -87,14 +90,14 @@ def estimate(spec: KernelSpec, problem: Problem, config: Config) -> Answer:
             return Answer(kind, verdict.reason)
         if verdict.degraded:
             return Answer("out of resources", f"fits only with {', '.join(verdict.degraded)}")
-        compiled.append((launch, variant, verdict))
-    given = [_given(launch, variant, integers) for launch, variant, _ in compiled]
+        verdicts.append(verdict)
+        given.append(_given(launch, variant, integers))
     digest = hashlib.sha256(repr((spec.name, problem, given)).encode())
-    for _, _, verdict in compiled:
+    for verdict in verdicts:
         digest.update(_program(verdict.hivm).encode())
     ir = digest.hexdigest()[:12]
     if ir not in _answers:  # what is the same to the last operation is followed once
-        _answers[ir] = _followed(compiled, given, spec.cost(problem).bytes / _MEMORY, ir)
+        _answers[ir] = _followed(verdicts, given, spec.cost(problem).bytes / _MEMORY, ir)
     return _answers[ir]
 
 
@@ -102,15 +105,12 @@ _answers: dict[str, Answer] = {}  # by all that they follow from
 
 
 def _followed(
-    compiled: Sequence[tuple[Launch, Variant, Verdict]],
-    given: Sequence[tuple[tuple[int, ...], list[Any]]],
-    least: float,
-    ir: str,
+    verdicts: Sequence[Verdict], given: Sequence[_Given], least: float, ir: str
 ) -> Answer:
     """The estimate of launches one after another, which take ``least`` seconds or more."""
     seconds = 0.0
     facts: dict[str, Any] = {"model": MODEL}
-    for (_, _, verdict), (grid, values) in zip(compiled, given, strict=True):
+    for verdict, (grid, values) in zip(verdicts, given, strict=True):
         try:
             one, its = _launch_seconds(grid, values, verdict)
         except hivm.TooLongError as error:
@@ -121,13 +121,11 @@ def _followed(
         facts = _worst(facts, its)
     if least > seconds:
         seconds, facts["busiest"] = least, "memory"
-    seconds += _LAUNCH_S * len(compiled)
+    seconds += _LAUNCH_S * len(verdicts)
     return Answer("ok", ms=seconds * 1e3, facts={**facts, "ir": ir})
 
 
-def _given(
-    launch: Launch, variant: Variant, integers: Mapping[int, list[int]]
-) -> tuple[tuple[int, ...], list[Any]]:
+def _given(launch: Launch, variant: Variant, integers: Mapping[int, list[int]]) -> _Given:
     """(grid, arguments) of a launch: numbers, integers of tensors as far as known, or None."""
     values = (launch.args[name] for name, _ in variant.signature)
     return tuple(launch.grid), [
