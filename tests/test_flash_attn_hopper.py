@@ -376,6 +376,34 @@ def test_packed_beside_poison(dtype: torch.dtype, options: Options, dev: torch.d
 
 @pytest.mark.gpu
 @needs_sm90
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "exponent"),
+    [(BF16, n) for n in (0, 6, 10, 12, 13, 20, 50)] + [(torch.float16, n) for n in (6, 11, 12)],
+)
+def test_huge_scores(
+    dtype: torch.dtype, exponent: int, causal: bool, sinks: bool, dev: torch.device
+) -> None:
+    """Scores beyond where fp32 tells their differences, up to 1e36: small integers, scaled."""
+    q = torch.randint(-8, 9, (1, 300, 4, 64), device=dev).to(dtype) * 2.0**exponent
+    k = torch.randint(-8, 9, (1, 500, 2, 64), device=dev).to(dtype) * 2.0**exponent
+    v = torch.randn(1, 500, 2, 64, device=dev).to(dtype)
+    given: dict[str, Any] = {"causal": causal, "sinks": None}
+    if sinks:
+        given["sinks"] = torch.randn(4, device=dev) * 100 * 4.0**exponent
+    out, lse = tkernels.flash_attn(q, k, v, scale=0.1, return_lse=True, **given)
+    want, want_lse = attention.attention_ref(
+        q[0].double(), k[0].double(), v[0].double(), scale=0.1, **given
+    )
+    assert torch.isfinite(out).all()
+    bound = 6e-3 if dtype == BF16 else 1e-3
+    assert (out[0].double() - want).norm() <= bound * want.norm()
+    torch.testing.assert_close(lse[0].double(), want_lse, atol=1e-3, rtol=1e-6)
+
+
+@pytest.mark.gpu
+@needs_sm90
 def test_every_config(dev: torch.device) -> None:
     q, k, v = (torch.randn(2, 700, h, 64, device=dev).to(BF16) for h in (6, 3, 3))
     want = torch.stack(

@@ -164,6 +164,22 @@ def _capped(s, cap_scale):
 
 
 @gluon.jit
+def _exponent(m, scale_log2):
+    """(maximum, factor, offset): weights of a row are exp2(score * factor - offset).
+
+    Multiplication and subtraction are one instruction, which rounds once, but the offset has been
+    rounded before: if it is huge, by so much that weights would overflow. Then the factor is the
+    next lower power of two, which rounds nothing; scores that differ at all are so far apart there
+    that their weights are 1 and 0 with either factor.
+    """
+    m = gl.where(m == float("-inf"), 0.0, m)  # -inf - -inf is NaN
+    exact = (scale_log2.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    offset = m * scale_log2
+    factor = gl.where(gl.maximum(offset, -offset) >= 268435456.0, exact, scale_log2)
+    return m, factor, m * factor
+
+
+@gluon.jit
 def _seen(s, cols, last, window, WINDOW: gl.constexpr):
     """Scores of keys that a row may see, else -inf; ``last`` is each row's last one."""
     ok = cols[None, :] <= last[:, None]
@@ -245,8 +261,8 @@ def _attend(
             else:
                 s = gl.where((cols < seqlen_k - n0)[None, :], s, float("-inf"))
             m = gl.max(s, 1)
-            m_log2 = gl.where(m == float("-inf"), 0.0, m * scale_log2)  # -inf - -inf is NaN
-            p = gl.exp2(s * scale_log2 - m_log2[:, None])
+            _, factor, offset = _exponent(m, scale_log2)
+            p = gl.exp2(s * factor[:, None] - offset[:, None])
             total = gl.sum(p, 1)
             p = gl.convert_layout(p.to(dtype), p_layout)
             hopper.mbarrier.wait(v_full.index(stage), phase)
@@ -278,9 +294,9 @@ def _attend(
                     if edge:
                         s = _seen(s, cols, rows + (shift - n0), window, WINDOW)
                 m_new = gl.maximum(m, gl.max(s, 1))
-                m_log2 = gl.where(m_new == float("-inf"), 0.0, m_new * scale_log2)
-                p = gl.exp2(s * scale_log2 - m_log2[:, None])
-                alpha = gl.exp2(m * scale_log2 - m_log2)
+                m_now, factor, offset = _exponent(m_new, scale_log2)
+                p = gl.exp2(s * factor[:, None] - offset[:, None])
+                alpha = gl.exp2((m - m_now) * factor)
                 total = total * alpha + gl.sum(p, 1)
                 m = m_new
                 # A wait is a loop, over which ptxas does not lift the next line: without it the
@@ -305,7 +321,7 @@ def _attend(
                 sink = gl.load(sinks_ptr + h) * _LOG2E
                 top = gl.maximum(top, sink)
             base = gl.where(top == float("-inf"), 0.0, top)
-            kept = gl.exp2(m_log2 - base)
+            kept = gl.where(m_log2 == base, 1.0, gl.exp2(m_log2 - base))
             total = total * kept
             if SINKS:
                 total += gl.exp2(sink - base)
