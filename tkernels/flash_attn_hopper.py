@@ -19,6 +19,8 @@ spread, are zeroed in shared memory, in the last block alone.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -41,6 +43,7 @@ else:
 # Its name in newer tritons, and in 3.6.
 _load_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 
+ALL_HEADS = 1 << 16  # as a SECTION: more than there are
 BLOCK_M = 128  # queries of a program: 64 for each group of four warps, what one wgmma takes
 
 _LOG2E = gl.constexpr(math.log2(math.e))
@@ -52,10 +55,20 @@ _LN2 = gl.constexpr(math.log(2.0))
 
 @gluon.jit
 def _tile_of(tile, n_m, n_batch_heads, section, n_heads):
-    """(tile of queries, batch, head): sections of heads, within one the longest tiles first."""
+    """(tile of queries, batch, head): sections of heads, within one the longest tiles first.
+
+    A single section of all heads is dealt to and fro: the program that gets the longest tile of one
+    round gets the shortest of the next.
+    """
+    n_programs = gl.num_programs(0)
+    round0 = tile // n_programs * n_programs
+    dealt = tile
+    if (section >= n_batch_heads) & (tile // n_programs % 2 == 1):
+        last = gl.minimum(round0 + n_programs, n_m * n_batch_heads) - 1
+        dealt = round0 + last - tile
     per_section = section * n_m
-    s = tile // per_section
-    rest = tile - s * per_section
+    s = dealt // per_section
+    rest = dealt - s * per_section
     width = gl.minimum(section, n_batch_heads - s * section)
     batch_head = s * section + rest % width
     return n_m - 1 - rest // width, batch_head // n_heads, batch_head % n_heads
@@ -480,6 +493,39 @@ def default_config(head_dim: int) -> dict[str, int]:
     return {"BLOCK_M": BLOCK_M, "BLOCK_N": n, "num_stages": 4 if dim == 64 else 2, "SECTION": 8}
 
 
+@functools.lru_cache(4096)
+def default_section(
+    n_m: int, n_k: int, n_batch_heads: int, group: int, head_dim: int, causal: bool, n_programs: int
+) -> int:
+    """SECTION by how evenly tiles are dealt to programs, and by whether keys stay in L2.
+
+    ``n_m`` tiles of queries and ``n_k`` of keys a head, BLOCK_M each; ``group`` query heads share
+    keys. A tile costs its blocks of keys and about 1.5 more, which predicts the times of all
+    sections of a shape but for what L2 misses add (CONTRIBUTING, "Measured facts").
+    """
+    if n_m * n_batch_heads > 1 << 15:  # many rounds are even, however they are dealt
+        return 8
+    costs = [1.5 + (max(n_k - i, 1) if causal else n_k) for i in range(n_m)]  # longest first
+
+    def time(section: int) -> float:
+        dealt: list[float] = []
+        for head in range(0, n_batch_heads, section):
+            width = min(section, n_batch_heads - head)
+            for cost in costs:
+                dealt += [cost] * width
+        rounds = [dealt[i : i + n_programs] for i in range(0, len(dealt), n_programs)]
+        if section >= n_batch_heads:  # to and fro, see _tile_of
+            rounds[1::2] = [r[::-1] for r in rounds[1::2]]
+        longest = max(map(sum, itertools.zip_longest(*rounds, fillvalue=0.0)))
+        key_bytes = cdiv(min(section, n_batch_heads), group) * n_k * BLOCK_M * head_dim * 4
+        if key_bytes <= 24 * 2**20:
+            return longest
+        # Keys are read again for each tile of queries: too often, where few heads share them.
+        return longest * (1 + 0.4 / n_m) * max(1.0, 1.6 / group)
+
+    return min((8, 16, 32, ALL_HEADS), key=time)
+
+
 def _block_dim(head_dim: int) -> int:
     """Heads are padded with zeros by the tensor map: 64 values are one 128-byte swizzle row."""
     return max(64, next_power_of_2(head_dim))
@@ -541,7 +587,7 @@ def bind(
         n_heads // k.shape[-2],
         n_m,
         n_batch * n_heads,
-        config["SECTION"],
+        min(config["SECTION"], n_batch * n_heads),
         n_tiles,
     )
     constants = {

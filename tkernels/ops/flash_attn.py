@@ -42,7 +42,6 @@ from tkernels.flash_attn_cases import (
 from tkernels.registry import Config, KernelSpec, Problem, op, register
 
 _OP = "flash_attn"
-_ALL_HEADS = 4096  # as a SECTION: more than few tiles have
 _LOG2E = math.log2(math.e)
 
 
@@ -519,7 +518,7 @@ def _bind_portable(
         "FAR": config["BLOCK_N"] * max(k.stride(-3), v.stride(-3)) >= 2**31,
         "ONE_TILE": programs == n_tiles,
     }
-    section = config["SECTION"]
+    section = min(config["SECTION"], batch * n_heads)
     blocks = {name: value for name, value in config.items() if name != "SECTION"}
     launch = bind(_flash_attn_kernel, (programs,), **constants, **blocks)
     # Scores are kept without their factor up to the exponential, or as tanh, from -1 to 1.
@@ -683,7 +682,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     blocks: dict[str, list[Any]] = {
         "BLOCK_M": [16, 32, 64, 128],
         "BLOCK_N": [16, 32, 64, 128],
-        "SECTION": [1, 4, 8, 16, 32, _ALL_HEADS],
+        "SECTION": [1, 4, 8, 16, 32, flash_attn_hopper.ALL_HEADS],
         "variant": ["portable"],
     }
     if not dev.registers:  # a matrix unit and vector units: no threads
@@ -703,16 +702,20 @@ def _default_config(problem: Problem, dev: Device) -> Config:
 
 
 def _default_section(problem: Problem, dev: Device) -> int:
-    """Heads that persistent programs take together, as measured (CONTRIBUTING).
-
-    Small sections keep keys in cache, and their uneven ends average out where there are many. Long
-    tiles that are few are better dealt longest first over all heads.
-    """
-    if problem["varlen"]:
-        return 16
-    row_tiles = cdiv(problem["seqlen_q"], flash_attn_hopper.BLOCK_M)
-    tiles = row_tiles * problem["batch"] * problem["num_heads"]
-    return _ALL_HEADS if row_tiles > 8 and tiles < 24 * dev.num_cores else 8
+    """Heads that persistent programs take together."""
+    p = problem
+    n_m, n_k = (cdiv(p[name], flash_attn_hopper.BLOCK_M) for name in ("seqlen_q", "seqlen_k"))
+    if p["varlen"] and n_m > 8:  # likely of many lengths: no more than the heads of one sequence
+        return next(n for n in (32, 16, 8, 4, 1) if p["num_heads"] % n == 0)
+    return flash_attn_hopper.default_section(
+        n_m,
+        n_k,
+        p["batch"] * p["num_heads"],
+        p["num_heads"] // p["num_kv_heads"],
+        p["head_dim"],
+        p["causal"],
+        dev.num_cores,
+    )
 
 
 def _portable_config(problem: Problem, dev: Device) -> Config:
