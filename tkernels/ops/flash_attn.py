@@ -360,6 +360,8 @@ def flash_attn(
             bf16 or fp16, head_dim up to 256. The last dimension is contiguous, the others may have
             any strides (views of a packed qkv, [batch, heads, seqlen, head_dim] transposed).
         k, v: the same with seqlen_k or tokens_k, and num_kv_heads, which divides num_heads.
+            Values of all keys of a sequence must be finite: one that a query may not see has
+            weight 0, and 0 * NaN is NaN. What lies outside a sequence may be anything.
         cu_seqlens_q, cu_seqlens_k: int32 [num_sequences + 1], where each packed sequence begins,
             and where the last one ends. What lies behind is not computed.
         max_seqlen_q, max_seqlen_k: at least the longest sequence's tokens; given with cu_seqlens,
