@@ -46,6 +46,7 @@ def paged_problem(
         "max_blocks": cdiv(max(max_context, *contexts, 1), block_size),
         "window": window,
         "varlen": q_lens is not None,
+        "aligned": int(head_dim) * dtype.itemsize % 16 == 0,
         "dtype": dtype,
         "contexts": tuple(contexts),
         "q_lens": None if q_lens is None else tuple(q_lens),

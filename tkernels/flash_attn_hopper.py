@@ -46,6 +46,7 @@ _load_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_gl
 ALL_HEADS = 1 << 16  # as a SECTION: more than there are
 BLOCK_M = 128  # queries of a program: 64 for each group of four warps, what one wgmma takes
 
+PAGED = gl.constexpr(2)  # of VARLEN, if queries are packed but keys lie in pages
 _LOG2E = gl.constexpr(math.log2(math.e))
 _LN2 = gl.constexpr(math.log(2.0))
 
@@ -81,9 +82,12 @@ def _sequence(batch, cu_q_ptr, cu_k_ptr, seqlen_q, seqlen_k, VARLEN: gl.constexp
     k_start = q_start
     if VARLEN:
         q_start = gl.load(cu_q_ptr + batch)
-        k_start = gl.load(cu_k_ptr + batch)
         seqlen_q = gl.load(cu_q_ptr + batch + 1) - q_start
-        seqlen_k = gl.load(cu_k_ptr + batch + 1) - k_start
+        if VARLEN == PAGED:  # cu_k_ptr holds lengths
+            seqlen_k = gl.load(cu_k_ptr + batch)
+        else:
+            k_start = gl.load(cu_k_ptr + batch)
+            seqlen_k = gl.load(cu_k_ptr + batch + 1) - k_start
         batch = batch * 0
     return batch, q_start, k_start, seqlen_q, seqlen_k
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from tkernels import attention, check, device
+from tkernels import attention, check, device, flash_attn_hopper, paged_attn_hopper
 from tkernels.attention_cases import (
     PAGED_CASES,
     paged_cost,
@@ -529,12 +529,68 @@ def _plan(
     if n_tokens == 0 or n_heads == 0 or batch == 0 or max_seqlen_q == 0:
         return None
     varlen = "q" in given
+    aligned = k_cache.numel() > 0 and flash_attn_hopper.is_aligned(q, k_cache, v_cache)
     # fmt: off
     values = (batch, max_seqlen_q, n_heads, n_kv_heads, head_dim, block_size, max_blocks, window,
-              varlen, q.dtype)
+              varlen, aligned, q.dtype)
     cfg, max_programs = resolve(SPEC, values, config)
+    scale = head_dim**-0.5 if scale is None else scale
+
+    def portable(cfg: Config) -> _Run:
+        return _bind_portable(
+            q, k_cache, v_cache, block_table, out, varlen=varlen, max_seqlen_q=max_seqlen_q,
+            scale=scale, window=window, softcap=softcap, has_sinks="s" in given, has_lse=has_lse,
+            config=cfg, max_programs=max_programs)
+
+    if cfg.pop("variant") == "portable":
+        return portable(cfg)
+    hopper = paged_attn_hopper.bind(
+        q, k_cache, v_cache, block_table, out, max_seqlen_q=max_seqlen_q, scale=scale,
+        softcap=softcap, has_sinks="s" in given, has_lse=has_lse, config=cfg)
     # fmt: on
-    cfg = {"PDL": False, **cfg}  # Ascend's have none
+    problem = dict(zip(SPEC.problem_fields, values, strict=True))
+    other = _portable_config(problem, device.current())
+    del other["variant"], other["programs_per_core"]
+    return _by_address(hopper, portable(other))
+
+
+def _by_address(hopper: _Run, portable: _Run) -> _Run:
+    """A tensor map needs addresses that divide by 16, which only a call knows."""
+    addressable = not device.current().compile_only
+
+    # fmt: off
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor,
+            lens: torch.Tensor, out: torch.Tensor, lse: Any, cu: Any, sinks: Any) -> None:
+        # fmt: on
+        if addressable and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+            portable(q, k, v, table, lens, out, lse, cu, sinks)
+        else:
+            hopper(q, k, v, table, lens, cu, out, lse, sinks)
+
+    return run
+
+
+def _bind_portable(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    varlen: bool,
+    max_seqlen_q: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+    has_lse: bool,
+    config: Config,
+    max_programs: int,
+) -> _Run:
+    """What runs the kernels above, given all tensors of a call like this one."""
+    (n_tokens, n_heads, head_dim), batch = q.shape, block_table.shape[0]
+    block_size, n_kv_heads = k_cache.shape[1:3]
+    cfg = {"PDL": False, **config}  # Ascend's have none
     dev = device.current()
     pack = n_heads // n_kv_heads if cfg["PACK_HEADS"] else 1
     row_tiles = cdiv(max_seqlen_q * pack, cfg["BLOCK_M"])
@@ -549,7 +605,7 @@ def _plan(
         "BLOCK_SIZE": block_size,
         "MULTI": varlen,
         "HAS_WINDOW": window is not None,
-        "HAS_SINKS": "s" in given,
+        "HAS_SINKS": has_sinks,
         "HAS_LSE": has_lse,
     }
     pdl = {"launch_pdl": True} if cfg["PDL"] else {}
@@ -585,7 +641,7 @@ def _plan(
         )
     n_parts = n_tokens * n_heads * splits if splits > 1 else 0
     # Scores come with log2(e) in them, or, to be capped, as the argument of tanh.
-    log2e, scale = math.log2(math.e), head_dim**-0.5 if scale is None else scale
+    log2e = math.log2(math.e)
     factor = scale * log2e if softcap is None else scale / softcap
     cap = 0.0 if softcap is None else softcap * log2e
     # fmt: off
@@ -711,6 +767,7 @@ _FIELDS = (
     "max_blocks",
     "window",
     "varlen",
+    "aligned",
     "dtype",
 )
 
@@ -730,6 +787,7 @@ def _tuning_key(problem: Problem) -> dict[str, Any]:
         "block_size": p["block_size"],
         "group": p["num_heads"] // p["num_kv_heads"],
         "varlen": p["varlen"],
+        "aligned": p["aligned"],
         "window": p["window"] is not None,
         "batch_kv_heads": next_power_of_2(p["batch"] * p["num_kv_heads"]),
         "keys": next_power_of_2(_most_keys(p)),
@@ -746,9 +804,12 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         "SPLITS": [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128],
         "MIN_SHARE": [64, 128, 256, 512, 1024, 2048],
         "programs_per_core": [0, 1, 2, 4],
+        "variant": ["portable"],
     }
     if not dev.registers:
         return space
+    if dev.arch == "sm90":
+        space["variant"] = ["portable", "hopper"]
     return {
         **space,
         "PDL": [False, True] if _has_pdl(dev) else [False],
@@ -763,6 +824,10 @@ def _has_pdl(dev: Device) -> bool:
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
+    return _portable_config(problem, dev)
+
+
+def _portable_config(problem: Problem, dev: Device) -> Config:
     p = problem
     group = p["num_heads"] // p["num_kv_heads"]
     # Ascend divides no vectors of integers; and less is masked where one head's tokens fill a tile.
@@ -781,6 +846,7 @@ def _default_config(problem: Problem, dev: Device) -> Config:
         "SPLITS": splits,
         "MIN_SHARE": share,
         "programs_per_core": 1,
+        "variant": "portable",
     }
     if not dev.registers:
         return config
@@ -796,8 +862,10 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     else:
         warps, block_n, stages = 2, 64, 3
     block_n = min(block_n, max(16, (128 if block_m == 128 else 64) * 128 * 2 // (dim * size)))
-    room = dev.local_mem_bytes if few or block_m == 128 else dev.local_mem_bytes // 2
-    room -= block_m * (dim + block_n) * size
+    most = dev.local_mem_bytes if few or block_m == 128 else dev.local_mem_bytes // 2
+    while block_n > 16 and most < ((block_m + 2 * block_n) * dim + block_m * block_n) * size:
+        block_n //= 2  # chips with little shared memory
+    room = most - block_m * (dim + block_n) * size
     stages = max(1, min(stages, room // (2 * block_n * dim * size)))
     return {
         **config,
@@ -831,7 +899,35 @@ def _largest_power_of_2(n: int) -> int:
     return 1 << (n.bit_length() - 1)
 
 
+# What the Hopper body has no choice of.
+_HOPPER: Config = {
+    "PACK_HEADS": False,
+    "PEEL": False,
+    "SPLITS": 1,
+    "programs_per_core": 0,
+    "PDL": False,
+    "num_warps": 4,
+}
+
+
+def _why_not_hopper(config: Config, problem: Problem, dev: Device) -> str | None:
+    p = problem
+    if not p["varlen"]:
+        return "variant hopper needs cu_seqlens_q"
+    if why := paged_attn_hopper.why_unfit(
+        p["dtype"], p["head_dim"], p["aligned"], p["window"], dev
+    ):
+        return why
+    if wrong := [f"{n} {v}" for n, v in _HOPPER.items() if config[n] != v]:
+        return f"variant hopper has {', '.join(wrong)}"
+    return paged_attn_hopper.why_illegal(config, p["head_dim"], p["block_size"], dev)
+
+
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
+    if config["variant"] == "hopper":
+        return _why_not_hopper(config, problem, dev)
+    if config["variant"] != "portable":
+        return f"variant must be portable or hopper, got {config['variant']!r}"
     m, n, block_size = config["BLOCK_M"], config["BLOCK_N"], problem["block_size"]
     for name in ("BLOCK_M", "BLOCK_N"):
         if config[name] < 16 or config[name] & (config[name] - 1):

@@ -1,0 +1,269 @@
+"""The body of ``paged_attn`` for chunks of a prompt on Hopper (sm_90): ``variant`` "hopper".
+
+It is flash_attn's (``tkernels.flash_attn_hopper``): the same two groups of warps multiply and take
+the softmax. Only the warp that loads is another: it asks the block table where BLOCK_N keys are and
+fetches them a page at a time with TMA, 64 values (a swizzle row) of its tokens each, to where the
+tile of all of them would have them. Pages past the context are not looked up: a tensor map gives
+zeros for a block that does not exist.
+
+A tile is BLOCK_M tokens of one query head, so it suits long chunks: a tile of few tokens, or a few
+tiles, leave most of the chip idle, where the portable body shares the keys out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tkernels import device
+from tkernels import flash_attn_hopper as flash
+from tkernels.device import Device, cdiv
+from tkernels.flash_attn_hopper import (
+    BLOCK_M,
+    PAGED,
+    _attend,
+    _block_dim,
+    _describer,
+    _key_blocks,
+    _load_tile,
+    _tile_of,
+)
+from tkernels.registry import Config
+
+if TYPE_CHECKING:
+    from tkernels import _triton as gl
+    from tkernels import _triton as gluon
+    from tkernels import _triton as hopper
+else:
+    gl, gluon, hopper = flash.gl, flash.gluon, flash.hopper
+
+_shared: Any = gl.shared_memory_descriptor
+# Its name in newer tritons, and in 3.6.
+_view: Any = getattr(_shared, "reinterpret", None) or _shared._reinterpret
+
+
+@gluon.jit
+def _load_pages(tile, desc, pages, head, bar, PAGE: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
+    """Fetch N keys (or values) of one head: [pages, 1, PAGE, 1, 64] for each 64 of D values."""
+    n_pages: gl.constexpr = N // PAGE
+    parts = _view(tile, desc.dtype, [D // 64 * n_pages, 1, PAGE, 1, 64], desc.layout)
+    hopper.mbarrier.expect(bar, N * D * 2)
+    for part in gl.static_range(D // 64):
+        for i in gl.static_range(n_pages):
+            place = parts.index(part * n_pages + i)
+            _load_tile(desc, [pages[i], 0, head, part * 64], bar, place)
+
+
+@gluon.jit
+def _load(
+    q_desc, k_desc, v_desc, buffers, bars, cu_q_ptr, lens_ptr, table_ptr, stride_tb, sizes,
+    M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    q_s, k_s, v_s = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    _, _, window, n_heads, group, n_m, n_batch_heads, section, n_tiles = sizes
+    done = 0  # tiles of queries
+    count = 0  # blocks of keys
+    for tile in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        m, b, h = _tile_of(tile, n_m, n_batch_heads, section, n_heads)
+        q0 = gl.load(cu_q_ptr + b)
+        seqlen_q = gl.load(cu_q_ptr + b + 1) - q0
+        if m * M < seqlen_q:
+            seqlen_k = gl.load(lens_ptr + b)
+            columns = (seqlen_k + PAGE - 1) // PAGE
+            row_ptr = table_ptr + b.to(gl.int64) * stride_tb
+            first, end = _key_blocks(m, seqlen_q, seqlen_k, window, M, N, True, False)
+            for c in gl.static_range(2):
+                hopper.mbarrier.wait(q_empty.index(c), (done & 1) ^ 1)
+                hopper.mbarrier.expect(q_full.index(c), M // 2 * D * 2)
+                _load_tile(
+                    q_desc, [0, q0 + m * M + c * (M // 2), h, 0], q_full.index(c), q_s.index(c)
+                )
+            for j in range(end - first):
+                column = (end - 1 - j) * (N // PAGE)
+                pages = gl.tuple([])
+                for i in gl.static_range(N // PAGE):
+                    page = gl.load(row_ptr + column + i, mask=column + i < columns, other=-1)
+                    pages = pages + gl.tuple([page])
+                stage = count % STAGES
+                phase = ((count // STAGES) & 1) ^ 1
+                hopper.mbarrier.wait(k_empty.index(stage), phase)
+                _load_pages(
+                    k_s.index(stage), k_desc, pages, h // group, k_full.index(stage), PAGE, N, D
+                )
+                hopper.mbarrier.wait(v_empty.index(stage), phase)
+                _load_pages(
+                    v_s.index(stage), v_desc, pages, h // group, v_full.index(stage), PAGE, N, D
+                )
+                count += 1
+            done += 1
+
+
+@gluon.jit(do_not_specialize=["max_q", "n_heads", "group", "n_m", "n_batch_heads", "section",
+                              "n_tiles"])  # fmt: skip
+def _paged_attn_hopper_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    table_ptr,
+    lens_ptr,
+    cu_q_ptr,
+    out_ptr,
+    lse_ptr,
+    sinks_ptr,
+    scale_log2,  # of the scores (of the softcap, where there is one) times log2(e)
+    cap_scale,  # scale / softcap
+    stride_tb,
+    stride_os,
+    stride_oh,
+    stride_ls,
+    stride_lh,
+    max_q,
+    n_heads,
+    group,  # query heads a key head
+    n_m,  # tiles of queries of the longest sequence
+    n_batch_heads,
+    section,
+    n_tiles,
+    HEAD_DIM: gl.constexpr,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    D: gl.constexpr,
+    PAGE: gl.constexpr,
+    STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    SINKS: gl.constexpr,
+    LSE: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    bar_layout: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    q_s = gl.allocate_shared_memory(dtype, [2, 1, M // 2, 1, D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, N, 1, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, N, 1, D], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    for i in gl.static_range(2):
+        hopper.mbarrier.init(q_full.index(i), count=1)
+        hopper.mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        hopper.mbarrier.init(k_full.index(i), count=1)
+        hopper.mbarrier.init(k_empty.index(i), count=2)
+        hopper.mbarrier.init(v_full.index(i), count=1)
+        hopper.mbarrier.init(v_empty.index(i), count=2)
+    hopper.fence_async_shared()
+    buffers = (q_s, k_s, v_s)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    nothing = max_q * 0
+    sizes = (max_q, nothing, nothing, n_heads, group, n_m, n_batch_heads, section, n_tiles)
+    strides = (nothing, stride_os, stride_oh, nothing, stride_ls, stride_lh)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_attend, (0, buffers, bars, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, lens_ptr, strides,
+                       scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES, True, False,
+                       PAGED, SOFTCAP, SINKS, LSE)),
+            (_attend, (1, buffers, bars, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, lens_ptr, strides,
+                       scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES, True, False,
+                       PAGED, SOFTCAP, SINKS, LSE)),
+            (_load, (q_desc, k_desc, v_desc, buffers, bars, cu_q_ptr, lens_ptr, table_ptr,
+                     stride_tb, sizes, M, N, D, STAGES, PAGE)),
+        ],
+        [4, 1], [240, 24])
+    # fmt: on
+
+
+# ---- host --------------------------------------------------------------------------------------
+
+_SECTION = 16  # heads whose tiles go together: what flash_attn's packed sequences take
+
+
+def default_config(head_dim: int, block_size: int) -> Config:
+    """Tiles like flash_attn's, of whole blocks."""
+    config = flash.default_config(head_dim)
+    del config["SECTION"]
+    return {**config, "BLOCK_N": max(config["BLOCK_N"], block_size)}
+
+
+def why_unfit(
+    dtype: torch.dtype, head_dim: int, aligned: bool, window: int | None, dev: Device
+) -> str | None:
+    """Reason why this body cannot serve such a problem, whatever the config; None: it can."""
+    if why := flash.why_unfit(dtype, head_dim, aligned, False, dev):
+        return why
+    return None if window is None else "variant hopper has no window over pages"
+
+
+def why_illegal(config: Config, head_dim: int, block_size: int, dev: Device) -> str | None:
+    """Reason why a config of this body cannot be launched for such heads; None: it can."""
+    if config["BLOCK_N"] % block_size:
+        return f"BLOCK_N must be whole blocks of {block_size}, got {config['BLOCK_N']}"
+    return flash.why_illegal({**config, "SECTION": _SECTION}, head_dim, dev)
+
+
+def bind(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    scale: float,
+    softcap: float | None,
+    has_sinks: bool,
+    has_lse: bool,
+    config: Config,
+) -> Callable[..., None]:
+    """``launch(q, k_cache, v_cache, table, lens, cu_seqlens_q, out, lse, sinks)`` of such tensors.
+
+    lse is a contiguous fp32 [n_tokens, num_heads]; absent tensors (lse, sinks) are None. ``launch``
+    needs q and the caches at addresses that divide by 16.
+    """
+    n_heads, head_dim = q.shape[-2:]
+    n, dim, block_size = config["BLOCK_N"], _block_dim(head_dim), k_cache.shape[1]
+    batch = block_table.shape[0]
+    n_m = cdiv(max_seqlen_q, BLOCK_M)
+    n_tiles = n_m * batch * n_heads
+    factor = scale if softcap is None else softcap
+    numbers = (
+        factor * math.log2(math.e),
+        1.0 if softcap is None else scale / softcap,
+        block_table.stride(0),
+        *out.stride()[:2],
+        n_heads,
+        1,
+        max_seqlen_q,
+        n_heads,
+        n_heads // k_cache.shape[2],
+        n_m,
+        batch * n_heads,
+        _SECTION,
+        n_tiles,
+    )
+    start = device.bind_described(
+        _paged_attn_hopper_kernel,
+        (min(n_tiles, device.current().num_cores),),
+        (
+            _describer(q, BLOCK_M // 2, dim),
+            _describer(k_cache, block_size, 64),
+            _describer(v_cache, block_size, 64),
+        ),
+        num_warps=4,
+        HEAD_DIM=head_dim,
+        M=BLOCK_M,
+        N=n,
+        D=dim,
+        PAGE=block_size,
+        STAGES=config["num_stages"],
+        SOFTCAP=softcap is not None,
+        SINKS=has_sinks,
+        LSE=has_lse,
+    )
+    return lambda *tensors: start(*tensors, *numbers)
