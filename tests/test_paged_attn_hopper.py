@@ -105,7 +105,7 @@ def test_compiled_for_sm90() -> None:
         assert case["copies"] == case["expected_copies"], case
         # 168 of the 240 that a group asks for, and a few sizes put away between tiles.
         assert case["registers"] == 168, case
-        assert case["spill_bytes"] <= 96, case
+        assert case["spill_bytes"] <= 160, case
 
 
 # ---- results, on the GPU -----------------------------------------------------------------------

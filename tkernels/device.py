@@ -523,6 +523,15 @@ def relaunching(
     return launch
 
 
+def rounding_each_step() -> dict[str, Any]:
+    """Keywords of a launch whose products are rounded before something is added to them.
+
+    Merged into one instruction, which rounds once, x * y - max(x * y) is not 0 at its largest: for
+    huge x it is a huge number of either sign, and its exponential infinite or 0 instead of 1.
+    """
+    return {"enable_fp_fusion": False} if current().registers else {}
+
+
 def bind_described(
     kernel: Kernel,
     grid: tuple[int, ...],

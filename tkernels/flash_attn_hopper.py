@@ -341,7 +341,7 @@ def _attend(
             kept = gl.where(m_log2 == base, 1.0, gl.exp2(m_log2 - base))
             total = total * kept
             if SINKS:
-                total += gl.exp2(sink - base)
+                total += gl.where(sink == base, 1.0, gl.exp2(sink - base))
             if LSE:
                 lse_rows = lse_ptr + b.to(gl.int64) * stride_lb + h.to(gl.int64) * stride_lh
                 lse_rows += (q0 + rows).to(gl.int64) * stride_ls

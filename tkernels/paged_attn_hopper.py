@@ -181,8 +181,6 @@ def _paged_attn_hopper_kernel(
 
 # ---- host --------------------------------------------------------------------------------------
 
-_SECTION = 16  # heads whose tiles go together: what flash_attn's packed sequences take
-
 
 def default_config(head_dim: int, block_size: int) -> Config:
     """Tiles like flash_attn's, of whole blocks."""
@@ -204,7 +202,7 @@ def why_illegal(config: Config, head_dim: int, block_size: int, dev: Device) -> 
     """Reason why a config of this body cannot be launched for such heads; None: it can."""
     if config["BLOCK_N"] % block_size:
         return f"BLOCK_N must be whole blocks of {block_size}, got {config['BLOCK_N']}"
-    return flash.why_illegal({**config, "SECTION": _SECTION}, head_dim, dev)
+    return flash.why_illegal({**config, "SECTION": 1}, head_dim, dev)
 
 
 def bind(
@@ -231,6 +229,11 @@ def bind(
     batch = block_table.shape[0]
     n_m = cdiv(max_seqlen_q, BLOCK_M)
     n_tiles = n_m * batch * n_heads
+    n_keys = cdiv(block_table.shape[1] * block_size, BLOCK_M)
+    group, n_programs = n_heads // k_cache.shape[2], device.current().num_cores
+    section = flash.default_section(
+        n_m, max(n_keys, n_m), batch * n_heads, group, head_dim, True, n_programs
+    )
     factor = scale if softcap is None else softcap
     numbers = (
         factor * math.log2(math.e),
@@ -241,15 +244,15 @@ def bind(
         1,
         max_seqlen_q,
         n_heads,
-        n_heads // k_cache.shape[2],
+        group,
         n_m,
         batch * n_heads,
-        _SECTION,
+        min(section, batch * n_heads),
         n_tiles,
     )
     start = device.bind_described(
         _paged_attn_hopper_kernel,
-        (min(n_tiles, device.current().num_cores),),
+        (min(n_tiles, n_programs),),
         (
             _describer(q, BLOCK_M // 2, dim),
             _describer(k_cache, block_size, 64),

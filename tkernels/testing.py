@@ -32,8 +32,10 @@ def assert_close(
 ) -> None:
     """``actual`` equals ``truth`` within the tolerance of ``actual``'s dtype, times ``factor``.
 
-    ``truth`` is computed in higher precision. Integers and bools must be equal; NaN and infinities
-    must stand in the same places. Raises AssertionError with both errors and the worst element.
+    ``truth`` is computed in higher precision. The error of an element is judged against its own
+    size, or the root mean square of its row (along the last dimension) or of all, if that is more.
+    Integers and bools must be equal; NaN and infinities must stand in the same places. Raises
+    AssertionError with both errors and the worst element.
     """
     if actual.shape != truth.shape:
         raise AssertionError(f"{what}: shape {list(actual.shape)}, expected {list(truth.shape)}")
@@ -51,10 +53,9 @@ def assert_close(
             (a.isnan() != t.isnan()) | ((a != t) & ~finite & ~t.isnan()) | (a.isinf() & finite)
         )
         misplaced += int(special.sum())
-        a, t = a[finite], t[finite]
-        count += t.numel()
-        truth_squares += float(t.pow(2).sum())
-        error_squares += float((a - t).pow(2).sum())
+        count += int(finite.sum())
+        truth_squares += float(t[finite].pow(2).sum())
+        error_squares += float((a - t)[finite].pow(2).sum())
     if misplaced:
         raise AssertionError(f"{what}: NaN or infinity in the wrong places ({misplaced} elements)")
     if count == 0:
@@ -63,12 +64,12 @@ def assert_close(
     overall = math.sqrt(error_squares / count) / rms
     worst, got, expected = 0.0, 0.0, 0.0
     for a, t in _pieces(actual, truth):
-        errors = ((a - t).abs() / t.abs().clamp_min(rms)).nan_to_num(
-            0.0
-        )  # where both are not finite
+        row_rms = torch.where(t.isfinite(), t, 0.0).pow(2).mean(1, keepdim=True).sqrt()
+        # Zero divided by zero where both are the same infinity or NaN.
+        errors = ((a - t).abs() / t.abs().maximum(row_rms).clamp_min(rms)).nan_to_num(0.0).flatten()
         i = int(errors.argmax())
         if float(errors[i]) > worst:
-            worst, got, expected = float(errors[i]), float(a[i]), float(t[i])
+            worst, got, expected = float(errors[i]), float(a.flatten()[i]), float(t.flatten()[i])
     most, most_overall = (limit * factor for limit in TOLERANCE[actual.dtype])
     if worst > most or overall > most_overall:
         raise AssertionError(
@@ -83,11 +84,13 @@ _PIECE = 2**22  # elements compared at a time: float64 copies of a large result 
 def _pieces(
     actual: torch.Tensor, truth: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both as flat float64 pieces; what overflows the dtype of ``actual`` is infinite in truth."""
+    """Some rows of both as float64; what overflows the dtype of ``actual`` is infinite in truth."""
     most = torch.finfo(actual.dtype).max
-    a, t = actual.detach().reshape(-1), truth.detach().reshape(-1)
-    for start in range(0, a.numel(), _PIECE):
-        exact_a, exact_t = _exact(a[start : start + _PIECE]), _exact(t[start : start + _PIECE])
+    width = actual.shape[-1] if actual.dim() and actual.shape[-1] <= _PIECE else 1
+    a, t = actual.detach().reshape(-1, width), truth.detach().reshape(-1, width)
+    rows = _PIECE // width
+    for start in range(0, len(a), rows):
+        exact_a, exact_t = _exact(a[start : start + rows]), _exact(t[start : start + rows])
         exact_t = exact_t.to(exact_a.device)
         yield exact_a, torch.where(exact_t.abs() > most, exact_t.sign() * math.inf, exact_t)
 

@@ -244,3 +244,21 @@ def test_portable_body_on_sm90(name: str, compiled: dict[str, dict[str, int]]) -
     assert used["spill_bytes"] == 0, used
     counted = module._shared_bytes(one.config, one.problem)
     assert counted / 4 < used["shared_bytes"] <= counted, (used, counted)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("exponent", [6, 13, 20])
+def test_huge_scores(exponent: int, sinks: bool, dev: torch.device) -> None:
+    """Scores beyond where fp32 tells their differences: a row's largest still has weight 1."""
+    problem = flash_problem(1, 200, "4/2x16", BF16)
+    q = torch.randint(-8, 9, (1, 200, 4, 16), device=dev).to(BF16) * 2.0**exponent
+    k = torch.randint(-8, 9, (1, 200, 2, 16), device=dev).to(BF16) * 2.0**exponent
+    v = torch.randn(1, 200, 2, 16, device=dev).to(BF16)
+    given: dict[str, Any] = {"scale": 0.1, "sinks": None}
+    if sinks:
+        given["sinks"] = torch.randn(4, device=dev) * 100 * 4.0**exponent
+    out, lse = tkernels.flash_attn(q, k, v, **given, return_lse=True, config=small_tiles(problem))
+    assert isinstance(lse, torch.Tensor)
+    truth, truth_lse = SPEC.reference(q.double(), k.double(), v.double(), **given, return_lse=True)
+    assert_close(out, truth, what="out")
+    torch.testing.assert_close(lse.double(), truth_lse.double(), atol=1e-3, rtol=1e-6)

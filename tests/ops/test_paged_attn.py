@@ -317,3 +317,22 @@ def test_pool_past_two_to_the_31(dev: torch.device) -> None:
     inputs["block_table"] += num_blocks - small
     assert int(inputs["block_table"].min()) * block > 2**31
     assert_same_bits(call(inputs), expected)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("exponent", [6, 13, 20])
+def test_huge_scores(exponent: int, splits: int, dev: torch.device) -> None:
+    """Scores beyond where fp32 tells their differences: a row's largest still has weight 1."""
+    problem = paged_problem((150, 70), "4/2x16", BF16, q_lens=(20, 33), sinks=True, lse=True)
+    inputs = SPEC.make_inputs(problem, dev)
+    for name in ("q", "k_cache"):
+        small = torch.randint(-8, 9, inputs[name].shape, device=dev)
+        inputs[name] = small.to(BF16) * 2.0**exponent
+    inputs["scale"] = 0.1
+    inputs["sinks"] = torch.randn(4, device=dev) * 100 * 4.0**exponent
+    chosen = config_for(problem, SPLITS=splits, MIN_SHARE=16, BLOCK_N=16, PEEL=True)
+    out, lse = call(inputs, config=chosen)
+    exact = {n: inputs[n].double() for n in ("q", "k_cache", "v_cache")}
+    truth, truth_lse = SPEC.reference(**{**inputs, **exact})
+    assert_close(out, truth, what="out")
+    torch.testing.assert_close(lse.double(), truth_lse.double(), atol=1e-3, rtol=1e-6)

@@ -522,7 +522,10 @@ def _bind_portable(
     }
     section = min(config["SECTION"], batch * n_heads)
     blocks = {name: value for name, value in config.items() if name != "SECTION"}
-    launch = bind(_flash_attn_kernel, (programs,), **constants, **blocks)
+    # fmt: off
+    launch = bind(_flash_attn_kernel, (programs,), **constants, **blocks,
+                  **device.rounding_each_step())
+    # fmt: on
     # Scores are kept without their factor up to the exponential, or as tanh, from -1 to 1.
     factor = (scale if softcap is None else softcap) * _LOG2E
     cap_scale = 0.0 if softcap is None else scale / softcap
@@ -814,9 +817,5 @@ SPEC = register(
         outputs=("out",),
         providers=flash_peers,
         shape=flash_shape,
-        # Weights are rounded to the dtype of the values before they meet, as in every fused
-        # attention. The first rows of a causal problem, which few keys make, are far larger than
-        # the root mean square of all, against which an element is judged.
-        tolerance=3.0,
     )
 )

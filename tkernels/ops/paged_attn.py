@@ -608,7 +608,7 @@ def _bind_portable(
         "HAS_SINKS": has_sinks,
         "HAS_LSE": has_lse,
     }
-    pdl = {"launch_pdl": True} if cfg["PDL"] else {}
+    options = {**device.rounding_each_step(), **({"launch_pdl": True} if cfg["PDL"] else {})}
     attend = bind(
         _paged_attn_kernel,
         (programs,),
@@ -618,7 +618,7 @@ def _bind_portable(
         SAME_STRIDES=k_cache.stride()[:2] == v_cache.stride()[:2],
         ONE_TILE=programs == tiles * splits,
         **cfg,
-        **pdl,
+        **options,
     )
     # Few results are merged by more programs, of which each takes a part of the row.
     n_results, piece = batch * max_seqlen_q * n_heads, block_d
@@ -637,7 +637,7 @@ def _bind_portable(
             MIN_SHARE=cfg["MIN_SHARE"],
             PDL=cfg["PDL"],
             **({"num_warps": 1} if dev.registers else {}),
-            **pdl,
+            **options,
         )
     n_parts = n_tokens * n_heads * splits if splits > 1 else 0
     # Scores come with log2(e) in them, or, to be capped, as the argument of tanh.
@@ -824,7 +824,25 @@ def _has_pdl(dev: Device) -> bool:
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
+    if _suits_hopper(problem, dev):
+        body = paged_attn_hopper.default_config(problem["head_dim"], problem["block_size"])
+        config = {**_HOPPER, **body, "MIN_SHARE": 2048}
+        if _why_not_hopper(config, problem, dev) is None:
+            return config
     return _portable_config(problem, dev)
+
+
+def _suits_hopper(problem: Problem, dev: Device) -> bool:
+    """Whether chunks are long enough, and their tiles enough, for a body that splits no keys."""
+    p = problem
+    tiles = cdiv(p["max_seqlen_q"], flash_attn_hopper.BLOCK_M) * p["batch"] * p["num_heads"]
+    rounds = cdiv(tiles, dev.num_cores)
+    return (
+        dev.arch == "sm90"
+        and p["varlen"]
+        and p["max_seqlen_q"] >= flash_attn_hopper.BLOCK_M
+        and tiles >= 0.6 * rounds * dev.num_cores
+    )
 
 
 def _portable_config(problem: Problem, dev: Device) -> Config:
@@ -901,6 +919,7 @@ def _largest_power_of_2(n: int) -> int:
 
 # What the Hopper body has no choice of.
 _HOPPER: Config = {
+    "variant": "hopper",
     "PACK_HEADS": False,
     "PEEL": False,
     "SPLITS": 1,
