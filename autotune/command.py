@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +167,13 @@ def _tune_all(
 ) -> int:
     """Tune every chosen problem; returns how many configs were wrong, or problems failed."""
     from autotune import export, priors, progress, store, tune
+    from autotune.options import restrictions
     from autotune.search import Budget
+    from autotune.space import restricted
 
+    only = restrictions(options)
+    for spec in specs:
+        restricted(spec.space(target.dev), only)  # before anything is started
     tasks = _tasks(options, specs, target, storage)
     if options.table is not None and len(tasks) != 1:
         raise ValueError(
@@ -180,7 +185,7 @@ def _tune_all(
     by_name = {spec.name: spec for spec in specs}
     folders = [*([options.export] if options.export else []), *config.config_folders()]
     with _workers(options, target) as workers:
-        fingerprint = _fingerprinter(target, workers[0])
+        fingerprint = _fingerprinter(target, workers[0], only)
         setup = tune.Setup(
             dev=target.dev,
             storage=storage,
@@ -196,10 +201,10 @@ def _tune_all(
         with progress.Progress(total=len(tasks), offline=target.offline) as watch:
             for task in tasks:
                 spec = by_name[task.kernel]
-                why_illegal = _legality(spec, task, target.dev)
+                core = restricted(spec.space(target.dev), only)
+                space = restricted(config.full_space(spec, target.dev), only)
+                why_illegal = _legality(spec, task, target.dev, space if only else None)
                 first = priors.priors(task, why_illegal, folders, store.all_studies(storage))
-                core = spec.space(target.dev)
-                space = config.full_space(spec, target.dev)
                 try:
                     outcome = tune.tune(spec, task, setup, first, space, core, why_illegal, watch)
                 except tune.DefaultFailedError as error:
@@ -228,8 +233,20 @@ def _tune_all(
     return wrong + failed
 
 
-def _legality(spec: KernelSpec, task: Any, dev: device.Device) -> Callable[[Config], str | None]:
-    return lambda candidate: spec.why_illegal(candidate, task.problem, dev)
+def _legality(
+    spec: KernelSpec, task: Any, dev: device.Device, part: Mapping[str, list[Any]] | None
+) -> Callable[[Config], str | None]:
+    """Why a config is not tried: the kernel's reasons, or that it is not in the asked part."""
+    from autotune.space import has_all
+
+    default = spec.default_config(task.problem, dev)
+
+    def why_illegal(candidate: Config) -> str | None:
+        if part is not None and candidate != default and not has_all(part, candidate):
+            return "not what --only allows"
+        return spec.why_illegal(candidate, task.problem, dev)
+
+    return why_illegal
 
 
 @contextlib.contextmanager
@@ -253,14 +270,18 @@ def _workers(options: argparse.Namespace, target: Target) -> Iterator[list[Any]]
             worker.close()
 
 
-def _fingerprinter(target: Target, worker: Any) -> Callable[[KernelSpec], dict[str, Any]]:
-    """What two measurements must share to stand in one study, for each kernel."""
+def _fingerprinter(
+    target: Target, worker: Any, only: Mapping[str, list[str]]
+) -> Callable[[KernelSpec], dict[str, Any]]:
+    """What two searches must share to be one study, for each kernel."""
     from autotune import fingerprint
 
     if target.offline:
         facts = {"offline": True, **worker.ask("compilers")["facts"]}
     else:
         facts = fingerprint.chip()
+    if only:  # a search of a part is not to be taken for one of everything
+        facts["only"] = {name: sorted(words) for name, words in sorted(only.items())}
     return lambda spec: {"kernel_hash": fingerprint.kernel_hash(spec), **facts}
 
 

@@ -56,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
         help="seconds until a compiler counts as hung (300)")
     add("--sampler", default="auto", choices=SAMPLERS,
         help="auto: all legal points where the trials cover them, else TPE and descent")
+    add("--only", action="append", default=[], metavar="KEY=VALUE,...",
+        help="values of a config key to try; may be given again for other keys")
     add("--seed", type=int, default=0, metavar="N", help="of the sampler (0)")
     add("--jobs", type=int, metavar="N",
         help="processes that compile at once; one of them times (cores, at most 4)")
@@ -90,8 +92,23 @@ def check(options: argparse.Namespace) -> None:
             raise ValueError(f"autotune: --{name.replace('_', '-')} must be {words}, got {value}")
     if options.model is None and (options.batch or options.context):
         raise ValueError("autotune: --batch and --context belong to --model, got none")
+    restrictions(options)
     if options.shape and options.model is not None:
         raise ValueError("autotune: expected --shape or --model, got both")
+
+
+def restrictions(options: argparse.Namespace) -> dict[str, list[str]]:
+    """What ``--only`` says: the words for the allowed values of each key."""
+    found: dict[str, list[str]] = {}
+    for text in options.only:
+        key, equals, values = text.partition("=")
+        words = [word.strip() for word in values.split(",")]
+        if not equals or not key.strip() or not all(words) or key.strip() in found:
+            raise ValueError(
+                f"autotune: --only must be KEY=VALUE,... with each key once, got {text!r}"
+            )
+        found[key.strip()] = words
+    return found
 
 
 def numbers(options: argparse.Namespace, name: str) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import optuna
@@ -28,6 +28,33 @@ def points(space: Space) -> Iterator[Config]:
     """Every combination, in the order of the lists. A value of None leaves its key out."""
     for values in itertools.product(*space.values()):
         yield config_of(dict(zip(space, values, strict=True)))
+
+
+def restricted(space: Space, only: Mapping[str, Sequence[str]]) -> dict[str, list[Any]]:
+    """``space`` with, of the keys in ``only``, the values that are written so (``str(value)``).
+
+    Raises ValueError for a key or a value that ``space`` does not have.
+    """
+    found = {name: list(values) for name, values in space.items()}
+    for name, words in only.items():
+        if name not in found:
+            raise ValueError(
+                f"autotune: --only must name a config key, of {', '.join(found)}, got {name!r}"
+            )
+        written = {str(value).lower(): value for value in found[name]}
+        for word in words:
+            if word.lower() not in written:
+                raise ValueError(
+                    f"autotune: --only {name}= must be of {', '.join(written)}, got {word!r}"
+                )
+        allowed = {word.lower() for word in words}
+        found[name] = [value for word, value in written.items() if word in allowed]
+    return found
+
+
+def has_all(space: Space, config: Config) -> bool:
+    """Whether each value of ``config`` is one of ``space``."""
+    return all(any(same(config[n], v) for v in space.get(n, [])) for n in config)
 
 
 def size(space: Space) -> int:

@@ -207,6 +207,25 @@ def test_tunes_a_kernel_and_the_lookup_finds_it(
 
 
 @on_interpreter
+def test_a_part_of_the_space_is_a_search_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--kernel", "rms_norm", "--arch", "interpret", "--case", CASE.name]
+    key, values = next((k, v) for k, v in SPEC.space(device.current()).items() if len(v) > 2)
+    chosen = values[:2]
+    only = f"{key}={','.join(str(value) for value in chosen)}"
+    assert main([*arguments, "--trials", "6", "--only", only, "--table", "table.json"]) == 0
+    default = SPEC.default_config(CASE.problem, device.current())
+    configs = [row["config"] for row in json.loads(Path("table.json").read_text())]
+    assert len(configs) == 6
+    assert all(c[key] in chosen for c in configs if c != default)
+    capsys.readouterr()
+    assert main([*arguments, "--trials", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trials"] == 2
+
+
+@on_interpreter
 def test_bare_command_searches_offline(tmp_path: Path) -> None:
     """No accelerator: it says so, asks the compiler for sm90, and calls nothing a time."""
     bare = [*COMMAND[:3], "--kernel", "rms_norm", "--case", "1x4096", "--trials", "2"]
@@ -248,6 +267,9 @@ def test_bare_command_searches_offline(tmp_path: Path) -> None:
         (["--kernel", "rms_norm", "--batch", "0", "--model", "x"], "--batch must be whole numbers"),
         (["--kernel", "rms_norm", "--model", "nowhere"], "--model must be a config.json or a fold"),
         (["--kernel", "page_attn"], "did you mean paged_attn"),
+        (["--kernel", "rms_norm", "--only", "num_warps"], "KEY=VALUE,... .*got 'num_warps'"),
+        (["--kernel", "rms_norm", "--only", "warps=4"], "a config key, of .*got 'warps'"),
+        (["--kernel", "rms_norm", "--only", "num_warps=3"], "num_warps= must be of .*got '3'"),
         ([], "expected --kernel, --resume, --status or --report, got none"),
     ],
 )
