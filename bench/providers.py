@@ -197,16 +197,16 @@ def _why_wrong(
 def _samples(
     actual: torch.Tensor, expected: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The pair itself, or of a large one an even sample: comparing all takes longer than timing.
+    """The pair itself, or some rows of a large one: comparing all takes longer than timing.
 
-    An odd step visits every column of a row of even length in turn. The full comparison of these
-    cases is a test (``test_bench_case_is_right``).
+    An odd step visits each of an even number of heads in turn. The full comparison of these cases
+    is a test (``test_bench_case_is_right``).
     """
     if actual.shape != expected.shape or actual.numel() <= _COMPARED:
         yield actual, expected
         return
-    step = math.ceil(actual.numel() / _COMPARED) | 1
-    yield actual.reshape(-1)[::step], expected.reshape(-1)[::step]
+    step, width = math.ceil(actual.numel() / _COMPARED) | 1, actual.shape[-1]
+    yield actual.reshape(-1, width)[::step], expected.reshape(-1, width)[::step]
 
 
 # ---- peers that are not here ------------------------------------------------------------------

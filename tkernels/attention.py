@@ -66,12 +66,18 @@ def attention_ref(
             s = s.masked_fill(~_seen(rows, m, m - n, window, q.device), -math.inf)
         if mask is not None:
             s = s.masked_fill(~mask.expand(heads, n, m)[mine, rows], -math.inf)
-        total = torch.logsumexp(s, -1)  # [heads, rows]
+        # Not by exp(s - logsumexp(s)): of huge scores the sum's logarithm is lost in rounding.
+        top = s.amax(-1) if m else s.new_full((heads // kv_heads, len(s[0])), -math.inf)
         if sinks is not None:
-            total = torch.logaddexp(total, sinks[mine, None].to(dtype))
-        weights = torch.exp(s - total.masked_fill(total == -math.inf, 0.0)[..., None])
+            top = top.maximum(sinks[mine, None].to(dtype))
+        base = top.masked_fill(top == -math.inf, 0.0)
+        weights = torch.exp(s - base[..., None])  # [heads, rows, keys]
+        total = weights.sum(-1)
+        if sinks is not None:
+            total = total + torch.exp(sinks[mine, None].to(dtype) - base)
+        weights = weights / total.masked_fill(total == 0, 1.0)[..., None]
         out[rows, mine] = torch.einsum("hqk,kd->qhd", weights, v[:, g].to(dtype))
-        lse[rows, mine] = total.t()
+        lse[rows, mine] = (base + total.log()).t()
     return out, lse
 
 

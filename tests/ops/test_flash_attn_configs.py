@@ -247,7 +247,7 @@ def test_portable_body_on_sm90(name: str, compiled: dict[str, dict[str, int]]) -
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("exponent", [6, 13, 20])
+@pytest.mark.parametrize("exponent", [6, 13, 20, 50])
 def test_huge_scores(exponent: int, sinks: bool, dev: torch.device) -> None:
     """Scores beyond where fp32 tells their differences: a row's largest still has weight 1."""
     problem = flash_problem(1, 200, "4/2x16", BF16)
