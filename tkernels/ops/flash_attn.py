@@ -276,7 +276,7 @@ def _flash_attn_tile(
 
         # Blocks of keys: [first, whole) and [whole_end, end) need a mask, those between do not.
         # A maximum starts below any score; it is finite, so that two of them can be subtracted.
-        top = tl.full([BLOCK_M], -1.0e30, tl.float32)
+        top = tl.full([BLOCK_M], -2.0e38, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         position0 = row0 + seqlen_k - seqlen_q

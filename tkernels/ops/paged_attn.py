@@ -56,7 +56,7 @@ _OP = "paged_attn"
 _LOG2E = tl.constexpr(math.log2(math.e))
 _LN2 = tl.constexpr(math.log(2.0))
 # Below any score: where a maximum starts. It is finite, so that the difference of two is a number.
-_LOWEST = tl.constexpr(-1.0e30)
+_LOWEST = tl.constexpr(-2.0e38)
 
 
 def paged_attn_ref(
