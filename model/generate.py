@@ -29,6 +29,7 @@ examples:
   python -m model.generate --model model.gguf --prompts questions.txt --max-tokens 64 --json
   echo "def quicksort(xs):" | python -m model.generate --model path/to/base-model --no-chat
   python -m model.generate --prompt "A poem." --temperature 0.8 --top-p 0.95 --seed 1
+  python -m model.generate --prompt "A poem." --kv-cache int8_fp4
 
 Sampling follows the checkpoint's generation_config.json where it has one, and is greedy otherwise.
 The device is the accelerator if there is one; TKERNELS_DEVICE=cpu overrides that.
@@ -75,6 +76,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help=f"prompt tokens at once, at most (default {model.PREFILL_CHUNK}); bounds the memory",
     )
+    add_kv_options(parser)
     add("--system", help="system message of the chat")
     switch = argparse.BooleanOptionalAction
     add("--chat", action=switch, help="use the chat template (default: if there is one)")
@@ -106,6 +108,24 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if "" in args.stop:
         raise ValueError("--stop must be a text, got an empty one")
     return args
+
+
+def add_kv_options(parser: argparse.ArgumentParser) -> None:
+    """``--kv-cache`` and what belongs to it; ``model.kv_quant.choose`` says what goes together."""
+    add = parser.add_argument
+    add(
+        "--kv-cache",
+        default="none",
+        metavar="MODE",
+        help="none, int8, int8_static, int8_fp4 or int8_static_fp4 (default none)",
+    )
+    add(
+        "--kv-scales",
+        type=Path,
+        metavar="FILE",
+        help="what python -m model.calibrate_kv wrote, for modes that need or can use it",
+    )
+    add("--kv-tau", type=float, metavar="E", help="relative error that makes a token an outlier")
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -192,6 +212,7 @@ def _run(args: argparse.Namespace) -> int:
 
     import tkernels
     from model.checkpoint import default_path, open_checkpoint
+    from model.kv_quant import choose
     from model.loop import Limits, check_prompt, generate
     from model.progress import progress
     from model.runner import operations
@@ -211,6 +232,7 @@ def _run(args: argparse.Namespace) -> int:
     on_cpu = device.type == "cpu"
     stored = config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16"
     dtype = args.dtype or ("float32" if on_cpu else stored)
+    quantization = choose(args.kv_cache, args.kv_scales, args.kv_tau, config)
     network = load_model(config, checkpoint.source, dtype=getattr(torch, dtype), device=device)
     load_s = time.perf_counter() - model.STARTED
 
@@ -229,12 +251,14 @@ def _run(args: argparse.Namespace) -> int:
             ),
             batch_size=args.batch_size,
             prefill_chunk=args.prefill_chunk,
+            quantization=quantization,
             on_text=_print_piece if streaming else None,
             on_done=on_done,
             on_prefill=on_prefill,
         )
     stats = run_figures(times, load_s, network.bytes_per_step) | {
         "peak_memory_bytes": tkernels.device.memory_peak(),
+        "kv_cache": times.kv_cache,
         "kernels": kernels,
         "dtype": dtype,
         "device": tkernels.device.current().name if kernels == "triton" else device.type,
@@ -277,8 +301,17 @@ def _summary(s: dict[str, Any]) -> str:
         f"first token {show('first_token_s', '.3f')} s ({s['prefill_tokens']} prompt tokens) | "
         f"{show('ms_per_token', '.2f')} ms per token | {show('tokens_per_s', '.1f')} tok/s "
         f"({s['decode_tokens']} tokens) | weights {show('weight_gb_per_s', '.1f')} GB/s | "
-        f"peak memory {s['peak_memory_bytes'] / 1e9:.2f} GB"
+        f"peak memory {s['peak_memory_bytes'] / 1e9:.2f} GB" + _kv_summary(s["kv_cache"])
     )
+
+
+def _kv_summary(kv: dict[str, Any]) -> str:
+    if kv["mode"] == "none":
+        return ""
+    text = f" | KV cache {kv['mode']}, {kv['bytes_per_token']:.0f} bytes a token"
+    if kv["residuals_dropped"]:
+        text += f", {kv['residuals_dropped']} residuals left out (their pool was full)"
+    return text
 
 
 def _print_replies(

@@ -8,33 +8,77 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from model.config import ModelConfig
+from model.kv_quant import KVQuantization
+from tkernels.kv_format import NO_SLOT, QuantizedKV, allocate_quantized
 
 BLOCK_SIZE = 16
 
 
 @dataclass
 class KVCache:
-    """``k[layer]``, ``v[layer]``: [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """``k[i]``, ``v[i]``: [num_blocks, block_size, num_kv_heads, head_dim], or quantised."""
 
-    k: tuple[torch.Tensor, ...]
-    v: tuple[torch.Tensor, ...]
+    k: tuple[torch.Tensor | QuantizedKV, ...]
+    v: tuple[torch.Tensor | QuantizedKV, ...]
 
     @property
-    def num_blocks(self) -> int:
-        return self.k[0].shape[0]
+    def quantized(self) -> list[QuantizedKV]:
+        """The quantised parts of all layers: none of them, or all."""
+        return [part for part in (*self.k, *self.v) if isinstance(part, QuantizedKV)]
+
+    def statistics(self) -> dict[str, Any]:
+        """Bytes held, a token's bytes (all layers and heads), and residuals kept and left out."""
+        parts = self.quantized
+        tensors = [part for part in (*self.k, *self.v) if isinstance(part, torch.Tensor)]
+        held = sum(t.nbytes for t in tensors) + sum(part.num_bytes() for part in parts)
+        first = parts[0].codes if parts else tensors[0]
+        kept = [part.slots != NO_SLOT for part in parts if part.slots is not None]
+        dropped = [part.dropped for part in parts if part.dropped is not None]
+        return {
+            "mode": parts[0].mode if parts else "none",
+            "bytes": held,
+            "bytes_per_token": held / (first.shape[0] * first.shape[1]),
+            "residuals": sum(int(t.sum()) for t in kept),
+            "residuals_dropped": sum(int(t.sum()) for t in dropped),
+        }
 
 
 def allocate_cache(
-    config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    num_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: KVQuantization | None = None,
 ) -> KVCache:
-    """An uninitialised cache: only what was written is ever read."""
+    """An empty cache: only what was written is ever read."""
+    if quantization is not None:
+        k, v = (
+            tuple(
+                allocate_quantized(
+                    num_blocks,
+                    BLOCK_SIZE,
+                    config.num_kv_heads,
+                    config.head_dim,
+                    mode=quantization.mode,
+                    tau=None if quantization.taus is None else quantization.taus[i][layer],
+                    static_scale=(
+                        None if quantization.scales is None else quantization.scales[i][layer]
+                    ),
+                    device=device,
+                )
+                for layer in range(config.num_layers)
+            )
+            for i in range(2)
+        )
+        return KVCache(k, v)
     shape = (config.num_layers, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-    return KVCache(k.unbind(0), v.unbind(0))
+    plain_k, plain_v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+    return KVCache(plain_k.unbind(0), plain_v.unbind(0))
 
 
 class BlockAllocator:

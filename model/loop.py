@@ -11,6 +11,7 @@ import torch
 
 from model import PREFILL_CHUNK
 from model.kv_cache import BLOCK_SIZE, SequenceState
+from model.kv_quant import KVQuantization
 from model.qwen3 import Model
 from model.runner import Runner
 from model.sampler import SamplingParams, new_generator, sample
@@ -37,6 +38,7 @@ class Times:
     prefill_tokens: int = 0
     decode_steps_s: list[float] = field(default_factory=list)
     decode_tokens: int = 0
+    kv_cache: dict[str, Any] = field(default_factory=dict)  # KVCache.statistics at the end
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ def generate(
     *,
     batch_size: int = 8,
     prefill_chunk: int = PREFILL_CHUNK,
+    quantization: KVQuantization | None = None,
     on_text: Callable[[int, str], None] | None = None,
     on_done: Callable[[int], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
@@ -70,6 +73,7 @@ def generate(
     Args:
         on_text: called with (prompt index, piece of text) as text becomes certain.
         prefill_chunk: prompt tokens computed at once, at most.
+        quantization: of the KV cache; None keeps it in the model's dtype.
         on_done: called with the index of each finished prompt.
         on_prefill: called with (prompt tokens computed, in all) before and after each chunk.
     """
@@ -85,6 +89,7 @@ def generate(
         num_blocks=batch_size * -(-longest // BLOCK_SIZE),
         max_positions=longest,
         prefill_chunk=prefill_chunk,
+        quantization=quantization,
     )
     replies = [Reply(len(ids)) for ids in prompts]
     times = Times()
@@ -115,7 +120,7 @@ def generate(
             if r.take(token, limits, context, on_text):
                 going.append(r)
             else:
-                runner.blocks.release(r.sequence.block_ids)
+                runner.release(r.sequence)
                 if on_done:
                     on_done(r.index)
         return going
@@ -136,6 +141,7 @@ def generate(
                 times.decode_tokens += count
     except KeyboardInterrupt:
         pass  # the replies so far say "interrupted"
+    times.kv_cache = runner.cache.statistics()
     return replies, times
 
 

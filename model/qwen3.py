@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from model.block_matrix import Matrix
 from model.config import ModelConfig
 from model.kv_cache import AttnMetadata, KVCache, SdpaIndices
+from tkernels.kv_format import QuantizedKV, append_quantized_ref, read_positions
 
 Tensor = torch.Tensor
 
@@ -143,10 +144,14 @@ def _attention(
         q, k = heads[:, : config.num_heads], heads[:, config.num_heads : -config.num_kv_heads]
         q, k = ops.rope(q, k, cos_sin_cache, positions, q_out=q, k_out=k)
     k_cache, v_cache = cache.k[index], cache.v[index]
-    ops.append_paged_kv(k, v, k_cache, v_cache, meta.slot_mapping)
+    if isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV):
+        append_quantized_ref(k, k_cache, meta.slot_mapping)
+        append_quantized_ref(v, v_cache, meta.slot_mapping)
+    else:
+        ops.append_paged_kv(k, v, k_cache, v_cache, meta.slot_mapping)
     if meta.sdpa is not None:
         out = sdpa_attention(q, k_cache, v_cache, meta.sdpa, meta.max_seqlen_q)
-    elif meta.starts_here:  # all keys are at hand, in one piece
+    elif meta.starts_here and isinstance(k_cache, Tensor):  # all keys are at hand, in one piece
         lens, longest = meta.cu_seqlens_q, meta.max_seqlen_q
         sizes = {"max_seqlen_q": longest, "max_seqlen_k": longest}
         out = ops.flash_attn(q, k, v, cu_seqlens_q=lens, cu_seqlens_k=lens, **sizes)
@@ -163,8 +168,18 @@ def _attention(
     return layer.o_proj(out.flatten(1))
 
 
+def _read(cache: Tensor | QuantizedKV, slots: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    if isinstance(cache, Tensor):
+        return cache.flatten(0, 1)[slots]
+    return read_positions(cache, slots).to(dtype)
+
+
 def sdpa_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, indices: SdpaIndices, max_seqlen_q: int
+    q: Tensor,
+    k_cache: Tensor | QuantizedKV,
+    v_cache: Tensor | QuantizedKV,
+    indices: SdpaIndices,
+    max_seqlen_q: int,
 ) -> Tensor:
     """Causal attention of new tokens over the paged cache, in plain PyTorch.
 
@@ -172,13 +187,14 @@ def sdpa_attention(
     tokens and have contexts of different lengths; nothing beyond a sequence's own tokens is read.
 
     Args:
-        q: [T, Hq, D]. k_cache, v_cache: [num_blocks, block_size, Hk, D], new tokens included.
+        q: [T, Hq, D]. k_cache, v_cache: [num_blocks, block_size, Hk, D], new tokens included; or
+            quantised, and then what was stored is read, of new tokens too.
 
     Returns:
         [T, Hq, D].
     """
-    num_kv_heads = k_cache.shape[2]
-    k, v = (x.flatten(0, 1)[indices.kv_slots] for x in (k_cache, v_cache))  # [B, S, Hk, D]
+    k, v = (_read(x, indices.kv_slots, q.dtype) for x in (k_cache, v_cache))  # [B, S, Hk, D]
+    num_kv_heads = k.shape[-2]
     if isinstance(indices.kv_slots, slice):  # of one sequence: [S, Hk, D]
         k, v = k[None], v[None]
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hk, S, D]

@@ -15,9 +15,11 @@ from model.kv_cache import (
     allocate_cache,
     build_metadata,
 )
+from model.kv_quant import KVQuantization
 from model.qwen3 import Model, forward
 from model.threads import cpu_threads, prompt_threads
 from tkernels import build_cos_sin_cache
+from tkernels.kv_format import release_residuals_ref
 
 
 def operations(kernels: str | None) -> tuple[str, Any]:
@@ -43,7 +45,8 @@ class Runner:
     ``num_blocks`` blocks of the cache are shared by all sequences; positions go up to
     ``max_positions`` - 1. A prefill takes at most ``prefill_chunk`` tokens a step, so that its
     memory does not grow with the prompts. ``tkernels`` brings its own attention; with any other
-    namespace it is PyTorch's.
+    namespace it is PyTorch's. With ``quantization`` attention reads what the cache holds of new
+    tokens too, so that results do not depend on the chunks.
     """
 
     def __init__(
@@ -54,11 +57,19 @@ class Runner:
         num_blocks: int,
         max_positions: int,
         prefill_chunk: int = PREFILL_CHUNK,
+        quantization: KVQuantization | None = None,
     ) -> None:
+        if quantization is not None and ops is tkernels:
+            raise ValueError(
+                "--kv-cache: expected none with --kernels triton, which has no kernels for a "
+                f"quantised cache yet (--kernels torch has), got {quantization.mode}"
+            )
         self.model, self.ops = model, ops
         self.prefill_chunk = prefill_chunk
         self.device = model.norm.device
-        self.cache = allocate_cache(model.config, num_blocks, model.norm.dtype, self.device)
+        self.cache = allocate_cache(
+            model.config, num_blocks, model.norm.dtype, self.device, quantization
+        )
         self.blocks = BlockAllocator(num_blocks)
         self.max_positions = max_positions
         self.cos_sin_cache = build_cos_sin_cache(
@@ -109,6 +120,14 @@ class Runner:
                 )
         self._make_room(sequences)
         return self._step(sequences, [1] * len(sequences), len(sequences))
+
+    def release(self, sequence: SequenceState) -> None:
+        """Give a sequence's blocks back, and the residuals that tokens in them have."""
+        if any(part.has_residual for part in self.cache.quantized):
+            blocks = torch.tensor(sequence.block_ids, dtype=torch.int32, device=self.device)
+            for part in self.cache.quantized:
+                release_residuals_ref(part, blocks)
+        self.blocks.release(sequence.block_ids)
 
     def _make_room(self, sequences: Sequence[SequenceState]) -> None:
         for s in sequences:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Not one of the families that each test of the network runs through: heads as FP4 residuals want.
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen3-heads-of-32": dict(
+        hidden_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        attention_bias=False, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+
+
 _FOLDERS = tempfile.TemporaryDirectory(prefix="tkernels-tests-")
 
 
@@ -84,7 +94,7 @@ def make_hf(name: str) -> Any:
         "pad_token_id": None, "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }  # fmt: skip
-    config = AutoConfig.for_model(name.split("-")[0], **(fields | FAMILIES[name]))
+    config = AutoConfig.for_model(name.split("-")[0], **(fields | (FAMILIES | OTHERS)[name]))
     torch.manual_seed(len(name))
     hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -131,6 +141,24 @@ def tiny(name: str) -> Tiny:
     hf = make_hf(name)
     hf.save_pretrained(folder, max_shard_size="60KB")
     return Tiny(folder, hf, load_folder(folder))
+
+
+def make_folder(folder: Path, template: str | None, name: str = "qwen3") -> Path:
+    """A random checkpoint of one token a byte."""
+    from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    shutil.copytree(tiny(name).folder, folder)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(f"<{i}>", special=False) for i in range(256, 331)])
+    PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template).save_pretrained(
+        folder
+    )
+    return folder
 
 
 def smollm2() -> Path:

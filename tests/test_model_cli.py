@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import smollm2, tiny
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
+from checkpoints import make_folder, smollm2, tiny
+from tokenizers import pre_tokenizers
 
 from model import PREFILL_CHUNK, checkpoint, generate, loop, perplexity, runner
 
@@ -23,22 +22,6 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
     "{% if enable_thinking is defined and not enable_thinking %}[no]{% endif %}"
 )
-
-
-def make_folder(folder: Path, template: str | None) -> Path:
-    """A random checkpoint of one token a byte."""
-    from transformers import PreTrainedTokenizerFast
-
-    shutil.copytree(tiny("qwen3").folder, folder)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(f"<{i}>", special=False) for i in range(256, 331)])
-    PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template).save_pretrained(
-        folder
-    )
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ Import it before triton on a machine without an accelerator (see ``tkernels.devi
 from tkernels import device, reference  # isort: skip  (device decides how triton is imported)
 from tkernels.config import force_config
 from tkernels.device import UnsupportedError
+from tkernels.kv_format import QuantizedKV, allocate_quantized
 from tkernels.ops.append_paged_kv import append_paged_kv
 from tkernels.ops.flash_attn import flash_attn
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
@@ -23,7 +24,9 @@ from tkernels.rope_table import build_cos_sin_cache
 __version__ = "0.1.0"
 
 __all__ = [
+    "QuantizedKV",
     "UnsupportedError",
+    "allocate_quantized",
     "append_paged_kv",
     "build_cos_sin_cache",
     "device",

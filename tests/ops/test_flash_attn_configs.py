@@ -247,13 +247,14 @@ def test_portable_body_on_sm90(name: str, compiled: dict[str, dict[str, int]]) -
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("exponent", [6, 13, 20, 50])
+@pytest.mark.parametrize("exponent", [6, 13, 50])
 def test_huge_scores(exponent: int, sinks: bool, dev: torch.device) -> None:
     """Scores beyond where fp32 tells their differences: a row's largest still has weight 1."""
-    problem = flash_problem(1, 200, "4/2x16", BF16)
-    q = torch.randint(-8, 9, (1, 200, 4, 16), device=dev).to(BF16) * 2.0**exponent
-    k = torch.randint(-8, 9, (1, 200, 2, 16), device=dev).to(BF16) * 2.0**exponent
-    v = torch.randn(1, 200, 2, 16, device=dev).to(BF16)
+    n = 64 if dev.type == "cpu" else 300
+    problem = flash_problem(1, n, "4/2x16", BF16)
+    q = torch.randint(-8, 9, (1, n, 4, 16), device=dev).to(BF16) * 2.0**exponent
+    k = torch.randint(-8, 9, (1, n, 2, 16), device=dev).to(BF16) * 2.0**exponent
+    v = torch.randn(1, n, 2, 16, device=dev).to(BF16)
     given: dict[str, Any] = {"scale": 0.1, "sinks": None}
     if sinks:
         given["sinks"] = torch.randn(4, device=dev) * 100 * 4.0**exponent

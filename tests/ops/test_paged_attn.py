@@ -320,10 +320,10 @@ def test_pool_past_two_to_the_31(dev: torch.device) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("exponent", [6, 13, 20, 50])
+@pytest.mark.parametrize("exponent", [6, 13, 50])
 def test_huge_scores(exponent: int, splits: int, dev: torch.device) -> None:
     """Scores beyond where fp32 tells their differences: a row's largest still has weight 1."""
-    problem = paged_problem((150, 70), "4/2x16", BF16, q_lens=(20, 33), sinks=True, lse=True)
+    problem = paged_problem((90, 40), "4/2x16", BF16, q_lens=(9, 17), sinks=True, lse=True)
     inputs = SPEC.make_inputs(problem, dev)
     for name in ("q", "k_cache"):
         small = torch.randint(-8, 9, inputs[name].shape, device=dev)
