@@ -1,6 +1,6 @@
 """What each mode of the KV cache costs in quality, and what residuals give back.
 
-    python -m model.kv_quality --model ../shared/models/qwen3-tiny-dense --planted
+    python -m model.kv_quality --model path/to/Qwen3-0.6B --planted
 
 A table: perplexity, KL divergence from the unquantised model (nats), agreement on the likeliest
 token, and the error of attention's output, for every mode and context. That error is of one layer
