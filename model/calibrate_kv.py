@@ -10,6 +10,7 @@ and head.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   python -m model.calibrate_kv --out kv.safetensors --picture kv.png
   python -m model.calibrate_kv --model path/to/Qwen3-8B --text prompts.txt --out kv.safetensors
-  python -m model.generate --kv-cache int8_static_fp4 --kv-scales kv.safetensors --prompt "Hi"
+  python -m model.generate --kernels torch --kv-cache int8_static_fp4 --kv-scales kv.safetensors
 """
 CHUNK = 256  # tokens between two moves of the bar
 
@@ -183,8 +184,12 @@ def _calibrate(args: argparse.Namespace) -> dict[str, Any]:
     if not 0 < args.share < 1:
         raise ValueError(f"--share must be above 0 and below 1, got {args.share}")
     for option, path in (("--out", args.out), ("--picture", args.picture)):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ValueError(f"{option} must lie in a folder that is there, got {path}")
+        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+            raise ValueError(f"{option} must be a file in a folder that is there, got {path}")
+    if args.picture is not None and args.picture.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"--picture must end in .png, .pdf or .svg, got {args.picture}")
+    if args.picture is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--picture needs matplotlib (pip install .[plot]), got none")
     network, ops, ids, _ = load_text_and_model(args)
     from rich.console import Console
     from rich.progress import Progress
@@ -201,9 +206,9 @@ def _calibrate(args: argparse.Namespace) -> dict[str, Any]:
             share=args.share,
             on_tokens=lambda done, total: bar.update(row, completed=done),
         )
+    kv_quant.save(args.out, tensors, share=args.share, tokens=len(ids))
     if args.picture is not None:
         draw(args.picture, errors, tensors)
-    kv_quant.save(args.out, tensors, share=args.share, tokens=len(ids))
     return {
         "out": str(args.out),
         "tokens": len(ids),

@@ -145,7 +145,7 @@ def measure(
         say(f"context {context}")
         mine = ids[:context]
         errors = AttentionErrors(ops, model.config, modes)
-        truth, _ = logits_of(model, errors, mine)
+        truth, _ = logits_of(model, errors, mine, prefill_chunk=len(mine))
         rows.append({"context": context, "mode": "none", "perplexity": perplexity_of(truth, mine)})
         for mode, quantization in modes.items():
             logits, cache = logits_of(model, ops, mine, quantization)
@@ -193,13 +193,14 @@ def main(argv: list[str] | None = None) -> int:
         for row in rows:
             print(json.dumps(row))
         return 0
-    print("| context | mode | perplexity | KL | top-1 | attention error |")
-    print("| ---: | --- | ---: | ---: | ---: | ---: |")
+    print("| context | mode | perplexity | KL | top-1 | attention error | residuals left out |")
+    print("| ---: | --- | ---: | ---: | ---: | ---: | ---: |")
     for row in rows:
-        more = "| - | - | - |"
+        more = "| - | - | - | - |"
         if "kl" in row:
             more = (
-                f"| {row['kl']:.2e} | {row['top1_agreement']:.2%} | {row['attention_error']:.4f} |"
+                f"| {row['kl']:.2e} | {row['top1_agreement']:.2%} | {row['attention_error']:.4f} "
+                f"| {row['residuals_dropped']} |"
             )
         print(f"| {row['context']} | {row['mode']} | {row['perplexity']:.4f} {more}")
     return 0

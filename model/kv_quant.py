@@ -12,6 +12,7 @@ and, as text, the share of outlier tokens that the taus were chosen for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,8 @@ from tkernels.kv_format import MODES
 
 FORMAT = "tkernels-kv-scales-1"
 SHARE = 0.04  # of tokens are outliers on the text of the calibration
-# Without a calibration: about what 4% of tokens exceed with dynamic scales (CONTRIBUTING).
-DEFAULT_TAU = 0.0095
+# Without a calibration: errors depend on the model, so this one is only for the worst of tokens.
+DEFAULT_TAU = 0.014
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,11 @@ class KVQuantization:
 
 
 def choose(
-    mode: str, path: Path | None, tau: float | None, config: ModelConfig
+    mode: str, path: Path | None, tau: float | None, config: ModelConfig, kernels: str = "torch"
 ) -> KVQuantization | None:
     """What ``--kv-cache``, ``--kv-scales`` and ``--kv-tau`` ask for; None is an unquantised cache.
+
+    ``kernels`` is what will run, ``torch`` or ``triton``.
 
     Raises:
         ValueError: something that the mode needs is missing, does not fit the model, or is given
@@ -58,6 +61,19 @@ def choose(
     if mode == "none":
         return None
     static = "static" in mode
+    if path is not None and tau is not None and not static:
+        raise ValueError(
+            f"expected one of --kv-scales and --kv-tau with --kv-cache {mode}, got both"
+        )
+    if kernels != "torch":
+        raise ValueError(
+            f"--kv-cache {mode} needs --kernels torch, for there are no kernels for a quantised "
+            f"cache yet, got {kernels}"
+        )
+    if "fp4" in mode and config.head_dim % 32:
+        raise ValueError(
+            f"--kv-cache {mode} needs a model whose head_dim divides by 32, got {config.head_dim}"
+        )
     if static and path is None:
         raise ValueError(
             f"--kv-cache {mode} needs --kv-scales FILE, which python -m model.calibrate_kv "
@@ -111,5 +127,11 @@ def load(path: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
             raise ValueError(
                 f"--kv-scales {path}: expected {name} of shape {list(shape)} for this model, got "
                 f"{'none' if got is None else list(got)}"
+            )
+        least = float(tensors[name].min()) if tensors[name].isfinite().all() else math.nan
+        if not (least > 0 if name.endswith("scale") else least >= 0):
+            raise ValueError(
+                f"--kv-scales {path}: expected finite numbers above 0 in {name}, got "
+                f"{'others' if math.isnan(least) else least}"
             )
     return tensors

@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from model import PREFILL_CHUNK
+
 if TYPE_CHECKING:
     import torch
 
@@ -26,7 +28,12 @@ if TYPE_CHECKING:
 
 
 def logits_of(
-    model: Model, ops: Any, ids: list[int], quantization: KVQuantization | None = None
+    model: Model,
+    ops: Any,
+    ids: list[int],
+    quantization: KVQuantization | None = None,
+    *,
+    prefill_chunk: int = PREFILL_CHUNK,
 ) -> tuple[torch.Tensor, KVCache]:
     """(fp32 [T, V], the cache that they were computed with) of one context."""
     from model.kv_cache import BLOCK_SIZE, SequenceState
@@ -37,6 +44,7 @@ def logits_of(
         ops,
         num_blocks=-(-len(ids) // BLOCK_SIZE),
         max_positions=len(ids),
+        prefill_chunk=prefill_chunk,
         quantization=quantization,
     )
     return runner.prefill([SequenceState(list(ids))], all_logits=True), runner.cache
@@ -113,6 +121,11 @@ def main(argv: list[str] | None = None) -> int:
             f"with the unquantised cache {found['unquantized_perplexity']:.4f}; KL "
             f"{found['kl']:.3e} nats, the same likeliest token {found['top1_agreement']:.2%}"
         )
+        kept = found["kv_statistics"]
+        print(
+            f"{kept['mode']}: {kept['bytes_per_token']:.0f} bytes a token; residuals of "
+            f"{kept['residuals']} vectors kept, {kept['residuals_dropped']} left out (pool full)"
+        )
     return 0
 
 
@@ -140,7 +153,9 @@ def load_text_and_model(args: argparse.Namespace) -> tuple[Model, Any, list[int]
         raise ValueError(f"expected 2 to {context} tokens (the context), got {len(ids)}")
     quantization = None
     if "kv_cache" in vars(args):
-        quantization = choose(args.kv_cache, args.kv_scales, args.kv_tau, checkpoint.config)
+        quantization = choose(
+            args.kv_cache, args.kv_scales, args.kv_tau, checkpoint.config, kernels
+        )
     if sys.stderr.isatty() and not args.json:
         print(f"computing {len(ids)} tokens with {kernels} ...", file=sys.stderr, flush=True)
     network = load_model(

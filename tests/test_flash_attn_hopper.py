@@ -488,3 +488,10 @@ def test_odd_addresses_take_the_portable_body(dev: torch.device) -> None:
     out, lse = tkernels.flash_attn(q, k, v, return_lse=True)
     for b in range(2):
         check(out[b], lse[b], q[b], k[b], v[b], {"causal": True})
+    # Results, too, are stored 16 bytes at a time, by a kernel that is remembered.
+    q = q.clone()
+    for odd in (False, True, False):
+        own = torch.empty(q.numel() + 8, dtype=BF16, device=dev)[odd * 4 :][: q.numel()]
+        _, lse = tkernels.flash_attn(q, k, v, out=own.view(q.shape), return_lse=True)
+        for b in range(2):
+            check(own.view(q.shape)[b], lse[b], q[b], k[b], v[b], {"causal": True})

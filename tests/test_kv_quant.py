@@ -36,7 +36,7 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chosen(mode: str, calibration: Path, tau: float | None = None) -> KVQuantization:
-    path = None if mode == "int8" else calibration
+    path = None if mode == "int8" or (tau is not None and mode == "int8_fp4") else calibration
     found = choose(mode, path, tau, tiny(NAME).ours.config)
     assert found is not None
     return found
@@ -165,6 +165,13 @@ def test_calibration_command(tmp_path: Path, capsys: Any, monkeypatch: Any) -> N
     )
     assert calibrate_kv.main(argv) == 0
     assert "4.0% of them outliers" in capsys.readouterr().out
+    for more, words in (
+        (["--picture", f"{tmp_path}/p.xyz"], "--picture must end in .png"),
+        (["--out", str(tmp_path)], "--out must be a file in a folder"),
+        (["--share", "1"], "--share must be above 0 and below 1"),
+    ):
+        assert calibrate_kv.main([*argv, *more]) == 2
+        assert words in capsys.readouterr().err
 
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -190,10 +197,16 @@ def test_commands_over_a_quantised_cache(tmp_path: Path, calibration: Path, caps
         assert perplexity.main([*common, *more, "--text", str(text)]) == 0
         found = json.loads(capsys.readouterr().out)
         assert 0 < found["kl"] < 0.1
+        assert perplexity.main([*common[:2], *common[3:], *more, "--text", str(text)]) == 0
+        assert "left out (pool full)" in capsys.readouterr().out
         assert found["perplexity"] == pytest.approx(found["unquantized_perplexity"], rel=0.1)
 
 
 def test_kernels_that_cannot_read_it_are_refused(calibration: Path) -> None:
+    with pytest.raises(ValueError, match=r"int8 needs --kernels torch.*got triton"):
+        choose("int8", None, None, tiny(NAME).ours.config, "triton")
+    with pytest.raises(ValueError, match=r"head_dim divides by 32, got 20"):
+        choose("int8_fp4", None, None, tiny("qwen3").ours.config)
     with pytest.raises(ValueError, match=r"--kernels torch has.*got int8_fp4"):
         Runner(
             tiny(NAME).ours,
@@ -212,6 +225,7 @@ def test_kernels_that_cannot_read_it_are_refused(calibration: Path) -> None:
         ("none", True, None, "--kv-scales has no use with --kv-cache none"),
         ("int8", True, None, "--kv-scales has no use with --kv-cache int8,"),
         ("int8_static", True, 0.1, "--kv-tau has no use with --kv-cache int8_static"),
+        ("int8_fp4", True, 0.1, "expected one of --kv-scales and --kv-tau"),
         ("int8_fp4", False, 1.5, "--kv-tau must be from 0 to below 1, got 1.5"),
     ],
 )
@@ -230,6 +244,12 @@ def test_files_that_are_no_calibration_of_this_model(tmp_path: Path, calibration
         kv_quant.load(calibration, other)
     with pytest.raises(ValueError, match="expected a safetensors file, got"):
         kv_quant.load(tmp_path / "absent", config)
+    for name, value in (("k_tau", float("nan")), ("v_scale", 0.0)):
+        spoilt = kv_quant.load(calibration, config)
+        spoilt[name][0, 0] = value
+        kv_quant.save(tmp_path / "spoilt", spoilt, share=0.04, tokens=1)
+        with pytest.raises(ValueError, match=f"expected finite numbers above 0 in {name}"):
+            kv_quant.load(tmp_path / "spoilt", config)
     save_file({"a": torch.zeros(1)}, tmp_path / "plain")
     with pytest.raises(ValueError, match="expected format tkernels-kv-scales-1, got None"):
         kv_quant.load(tmp_path / "plain", config)

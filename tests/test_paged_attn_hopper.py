@@ -17,7 +17,7 @@ import torch
 
 from tkernels import device, paged_attn_hopper
 from tkernels.attention_cases import paged_problem
-from tkernels.ops.paged_attn import SPEC
+from tkernels.ops.paged_attn import SPEC, _by_address
 from tkernels.testing import assert_right
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +50,55 @@ def test_why_illegal() -> None:
     said = paged_attn_hopper.why_illegal({**config, "BLOCK_N": 64}, 128, 128, SM90)
     assert said == "BLOCK_N must be whole blocks of 128, got 64"
     assert paged_attn_hopper.why_illegal({**config, "num_stages": 9}, 128, 16, SM90) is not None
+
+
+@pytest.mark.parametrize(
+    ("context", "q_len", "changed", "variant"),
+    [
+        (8192, 2048, {}, "hopper"),
+        (8192, 512, {}, "hopper"),
+        (8192, 256, {}, "portable"),  # 64 tiles leave half of the chip idle
+        (8192, 64, {}, "portable"),
+        (8192, 2048, {"window": 100}, "portable"),
+        (8192, 2048, {"dtype": torch.float32}, "portable"),
+        (8192, 2048, {"block_size": 128}, "hopper"),
+        (8192, 2048, {"block_size": 256}, "portable"),
+    ],
+)
+def test_what_the_default_is(
+    context: int, q_len: int, changed: dict[str, Any], variant: str
+) -> None:
+    given = {"dtype": BF16, **changed}
+    problem = paged_problem((context,), "32/8x128", given.pop("dtype"), q_lens=(q_len,), **given)
+    for dev in (SM90, device.sm_facts(100), device.ascend_facts()):
+        chosen = SPEC.default_config(problem, dev)
+        assert chosen["variant"] == (variant if dev is SM90 else "portable")
+        assert dev.is_npu or SPEC.why_illegal(chosen, problem, dev) is None
+    unaligned = {**problem, "aligned": False}
+    assert SPEC.default_config(unaligned, SM90)["variant"] == "portable"
+
+
+@pytest.mark.parametrize("odd", [None, "q", "k", "v", "out"])
+def test_an_odd_address_takes_the_portable_body(odd: str | None) -> None:
+    """Each body gets its arguments in its own order."""
+    names = ("q", "k", "v", "table", "lens", "out", "lse", "cu", "sinks")
+    given = {name: torch.zeros(64)[name == odd :] for name in names}
+    assert odd is None or given[odd].data_ptr() % 16
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def hopper(q: Any, k: Any, v: Any, table: Any, lens: Any, cu: Any, *rest: Any) -> None:
+        out, lse, sinks = rest
+        calls.append(
+            ("hopper", dict(zip(names, (q, k, v, table, lens, out, lse, cu, sinks), strict=True)))
+        )
+
+    def portable(*args: Any) -> None:
+        calls.append(("portable", dict(zip(names, args, strict=True))))
+
+    _by_address(hopper, portable)(*given.values())
+    ((body, got),) = calls
+    assert body == ("hopper" if odd is None else "portable")
+    assert all(got[name] is given[name] for name in names)
 
 
 # In a process of its own: here Triton is an interpreter, there it must compile.

@@ -290,7 +290,8 @@ def fp4_dequantize_ref(
 def append_quantized_ref(x: torch.Tensor, cache: QuantizedKV, slot_mapping: torch.Tensor) -> None:
     """Write x [n_tokens, num_kv_heads, head_dim] to positions ``slot_mapping`` [n_tokens].
 
-    Positions below 0 and past the pool are skipped. Pool slots are taken in the order of tokens.
+    Positions below 0 and past the pool are skipped, the others must differ. Pool slots are taken in
+    the order of tokens.
     """
     num_blocks, block_size = cache.codes.shape[:2]
     kept = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_size)
@@ -332,8 +333,9 @@ def append_quantized_ref(x: torch.Tensor, cache: QuantizedKV, slot_mapping: torc
 def release_slots_ref(
     slots: torch.Tensor, free_slots: torch.Tensor, free_count: torch.Tensor, blocks: torch.Tensor
 ) -> None:
-    """Give the pool slots of ``blocks`` [n_blocks] (-1 = none, no block twice) back."""
-    freed = blocks[(blocks >= 0) & (blocks < slots.shape[0])].long()
+    """Give the pool slots of ``blocks`` [n_blocks] (-1 = none) back."""
+    inside = blocks[(blocks >= 0) & (blocks < slots.shape[0])]
+    freed = inside.new_tensor(sorted(set(inside.tolist())), dtype=torch.int64)
     for head in range(slots.shape[1]):
         given = slots[freed, head].flatten()
         given = given[given != NO_SLOT].int() & 0xFFFF

@@ -6,6 +6,9 @@ fetches them a page at a time with TMA, 64 values (a swizzle row) of its tokens 
 tile of all of them would have them. Pages past the context are not looked up: a tensor map gives
 zeros for a block that does not exist.
 
+Blocks are at most what a step loads: 128 tokens, or 64 where head_dim is above 128; larger ones are
+left to the portable body.
+
 A tile is BLOCK_M tokens of one query head, so it suits long chunks: a tile of few tokens, or a few
 tiles, leave most of the chip idle, where the portable body shares the keys out.
 """

@@ -459,14 +459,15 @@ def _plan(
 
 
 def _by_address(hopper: _Run, portable: _Run) -> _Run:
-    """A tensor map needs addresses that divide by 16, which only a call knows."""
+    """Tensor maps, and the stores of results, need addresses that divide by 16: a call knows."""
     addressable = not device.current().compile_only
 
     # fmt: off
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
             lse: Any, mask: Any, sinks: Any, cu_q: Any, cu_k: Any) -> None:
         # fmt: on
-        if addressable and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        every = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+        if addressable and every % 16:
             portable(q, k, v, out, lse, mask, sinks, cu_q, cu_k)
         else:
             hopper(q, k, v, out, lse, sinks, cu_q, cu_k)

@@ -55,7 +55,8 @@ from tkernels.registry import Config, KernelSpec, Problem, op, register
 _OP = "paged_attn"
 _LOG2E = tl.constexpr(math.log2(math.e))
 _LN2 = tl.constexpr(math.log(2.0))
-# Below any score: where a maximum starts. It is finite, so that the difference of two is a number.
+# Where a maximum starts: below any score (times log2(e), so one below -1.38e38 counts as nothing).
+# It is finite, so that the difference of two is a number, times log2(e) too.
 _LOWEST = tl.constexpr(-2.0e38)
 
 
@@ -555,14 +556,15 @@ def _plan(
 
 
 def _by_address(hopper: _Run, portable: _Run) -> _Run:
-    """A tensor map needs addresses that divide by 16, which only a call knows."""
+    """Tensor maps, and the stores of results, need addresses that divide by 16: a call knows."""
     addressable = not device.current().compile_only
 
     # fmt: off
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor,
             lens: torch.Tensor, out: torch.Tensor, lse: Any, cu: Any, sinks: Any) -> None:
         # fmt: on
-        if addressable and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        every = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+        if addressable and every % 16:
             portable(q, k, v, table, lens, out, lse, cu, sinks)
         else:
             hopper(q, k, v, table, lens, cu, out, lse, sinks)
