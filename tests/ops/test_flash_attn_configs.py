@@ -148,18 +148,18 @@ def test_hopper_body_where_it_fits() -> None:
 def test_hopper_body_steps_aside_for_odd_addresses(
     dev: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tensor map cannot begin anywhere, and only the call knows where a tensor does."""
+    """Tensor maps and wide stores cannot begin anywhere; only the call knows where tensors do."""
     taken: list[tuple[str, int]] = []
     choose = module._by_address(
         lambda *tensors: taken.append(("hopper", len(tensors))),
         lambda *tensors: taken.append(("portable", len(tensors))),
     )
-    qkv = [torch.zeros(32, dtype=BF16, device=dev) for _ in range(3)]
-    rest = [None] * 6  # out, lse, mask, sinks, cu_seqlens: the body takes no mask
-    choose(*qkv, *rest)
-    for odd in range(3):
-        choose(*(t[i == odd :] for i, t in enumerate(qkv)), *rest)
-    assert taken == [("hopper", 8), *[("portable", 9)] * 3]
+    all_four = [torch.zeros(32, dtype=BF16, device=dev) for _ in range(4)]  # q, k, v, out
+    rest = [None] * 5  # lse, mask, sinks, cu_seqlens: the body takes no mask
+    choose(*all_four, *rest)
+    for odd in range(4):
+        choose(*(t[i == odd :] for i, t in enumerate(all_four)), *rest)
+    assert taken == [("hopper", 8), *[("portable", 9)] * 4]
 
 
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
