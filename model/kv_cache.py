@@ -64,11 +64,7 @@ def allocate_cache(
                     BLOCK_SIZE,
                     config.num_kv_heads,
                     config.head_dim,
-                    mode=quantization.mode,
-                    tau=None if quantization.taus is None else quantization.taus[i][layer],
-                    static_scale=(
-                        None if quantization.scales is None else quantization.scales[i][layer]
-                    ),
+                    **quantization.of_layer(i, layer),
                     device=device,
                 )
                 for layer in range(config.num_layers)

@@ -113,9 +113,7 @@ def _stored(x: torch.Tensor, which: int, layer: int, quantization: Any, config: 
         16,
         config.num_kv_heads,
         config.head_dim,
-        mode=quantization.mode,
-        tau=None if quantization.taus is None else quantization.taus[which][layer],
-        static_scale=None if quantization.scales is None else quantization.scales[which][layer],
+        **quantization.of_layer(which, layer),
     )
     append_quantized_ref(x, cache, torch.arange(len(x)))
     return read_positions(cache, slice(0, len(x)))

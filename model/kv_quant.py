@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,6 +36,14 @@ class KVQuantization:
     mode: str
     scales: tuple[torch.Tensor, torch.Tensor] | None  # fp32 [L, Hk, D]
     taus: tuple[torch.Tensor, torch.Tensor] | None  # fp32 [L, Hk]
+
+    def of_layer(self, which: int, layer: int) -> dict[str, Any]:
+        """What ``allocate_quantized`` is told for K (``which`` 0) or V (1) of a layer."""
+        return {
+            "mode": self.mode,
+            "tau": None if self.taus is None else self.taus[which][layer],
+            "static_scale": None if self.scales is None else self.scales[which][layer],
+        }
 
 
 def choose(
