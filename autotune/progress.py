@@ -96,11 +96,11 @@ class Progress(Watch):
     def _words(self) -> list[str]:
         assert self._task is not None
         assert self._searching is not None
-        budget, known = self._searching.budget, self._searching.known()
+        known = self._searching.known()
         return [
             f"[{self._done + 1}/{self._total}]",
             f"{self._task.kernel} {self._task.case}",
-            f"config {len(known)} of {budget.trials}",
+            f"config {len(known)} of {self._searching.planned}",
             self._best(known),
             f"{self._time_left(len(known))} left",
             ", ".join(f"{count} {kind}" for kind, count in sorted(self._failures.items())),
@@ -118,7 +118,7 @@ class Progress(Watch):
         spent = time.monotonic() - self._began
         left = self._searching.budget.seconds - spent
         if self._tried:
-            left = min(left, (self._searching.budget.trials - known) * spent / self._tried)
+            left = min(left, (self._searching.planned - known) * spent / self._tried)
         return "?" if left == float("inf") else f"{max(0, round(left))} s"
 
 

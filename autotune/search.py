@@ -145,6 +145,12 @@ class Search:
 
     # ---- what to try ----
 
+    def let_go(self) -> None:
+        """End the search, and this process's trials with it: nobody must wait for them."""
+        self.stop()
+        with self._lock:  # nobody is about to begin one
+            store.let_go(self.study)
+
     def next(self) -> Proposal | None:
         """The next config to try, or None when the search is over."""
         with self._lock:
@@ -185,6 +191,13 @@ class Search:
     def out_of_time(self) -> bool:
         """Whether the search ended for another reason than its number of trials."""
         return self._stopped or time.monotonic() - self._began > self.budget.seconds
+
+    @property
+    def planned(self) -> int:
+        """Configs that will be tried at most, as far as is known; a descent may add a few."""
+        if self._all is None:
+            return self.budget.trials
+        return min(self.budget.trials, max(len(self._all), len(self._taken())))
 
     def _is_over(self) -> bool:
         if self.out_of_time:

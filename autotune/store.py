@@ -15,6 +15,7 @@ import hashlib
 import os
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ from tkernels.registry import Config
 DEFAULT = Path(".autotune")  # in the current folder
 JOURNAL = "journal.log"
 _BEAT_S = 10  # how often a worker says that it is alive, where a database is shared
+_JOURNAL_BEAT_S = 30  # the same in a journal, where each time is a line: few trials take so long
+_SILENT_S = 4 * _JOURNAL_BEAT_S  # after that a trial of another host is lost
 _GRACE_S = 60
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
 
@@ -236,23 +239,39 @@ def _started(pid: int) -> str:
 def reap(study: optuna.Study) -> int:
     """Fail the trials that nobody works on any more; returns how many.
 
-    On this host a process is looked up; of other hosts the heartbeat is asked, where the storage
-    has one (a database).
+    On this host a process is looked up; of other hosts the heartbeat is asked: a database has one,
+    and in a journal, which may have been carried here from another machine, ``alive`` writes it.
     """
     storage = study._storage
+    in_journal = not isinstance(storage, RDBStorage)
     gone = 0
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        if not _is_gone(trial):
-            continue
-        with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError, KeyError):
-            storage.set_trial_user_attr(trial._trial_id, "kind", "crashed")
-            storage.set_trial_user_attr(trial._trial_id, "message", "its tuner was killed")
-            gone += storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+        if _is_gone(trial) or (in_journal and _is_silent(trial)):
+            gone += _fail(storage, trial, kind="crashed", message="its tuner was killed")
     if isinstance(storage, RDBStorage):
         before = len(study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
         optuna.storages.fail_stale_trials(study)
         gone += before - len(study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
     return gone
+
+
+def let_go(study: optuna.Study) -> int:
+    """Fail this process's own trials, for it stops; returns how many. They can be tried again."""
+    mine = owner()
+    return sum(
+        _fail(study._storage, trial)
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        if trial.user_attrs.get("owner") == mine
+    )
+
+
+def _fail(storage: BaseStorage, trial: FrozenTrial, **attrs: str) -> bool:
+    """Whether ``trial`` was still running, and is now failed."""
+    with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError, KeyError):
+        for name, value in attrs.items():
+            storage.set_trial_user_attr(trial._trial_id, name, value)
+        return bool(storage.set_trial_state_values(trial._trial_id, TrialState.FAIL))
+    return False
 
 
 def _is_gone(trial: FrozenTrial) -> bool:
@@ -263,20 +282,31 @@ def _is_gone(trial: FrozenTrial) -> bool:
     return bool(its["host"] == _host() and _started(its["pid"]) != its["started"])
 
 
+def _is_silent(trial: FrozenTrial) -> bool:
+    """Whether another host has not been heard of for so long that it must have gone."""
+    its = trial.user_attrs.get("owner")
+    if its is None or its["host"] == _host():
+        return False
+    begun = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
+    heard = max(begun, float(trial.user_attrs.get("beat", 0.0)))
+    return time.time() - heard > _SILENT_S
+
+
 @contextlib.contextmanager
 def alive(study: optuna.Study, trial: optuna.Trial) -> Iterator[None]:
-    """Say every few seconds that ``trial`` is worked on, where other hosts may ask."""
-    storage = study._storage
-    if not isinstance(storage, RDBStorage):
-        yield
-        return
+    """Say now and then that ``trial`` is worked on, where other hosts may ask."""
+    storage, number = study._storage, trial._trial_id
     done = threading.Event()
 
     def beat() -> None:
-        while not done.is_set():
-            with contextlib.suppress(Exception):  # the database may be away for a moment
-                storage.record_heartbeat(trial._trial_id)
-            done.wait(_BEAT_S)
+        if isinstance(storage, RDBStorage):
+            while not done.is_set():
+                with contextlib.suppress(Exception):  # the database may be away for a moment
+                    storage.record_heartbeat(number)
+                done.wait(_BEAT_S)
+        while not done.wait(_JOURNAL_BEAT_S):
+            with contextlib.suppress(Exception):  # failed by another who took it for lost
+                storage.set_trial_user_attr(number, "beat", time.time())
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()

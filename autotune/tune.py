@@ -26,6 +26,7 @@ from tkernels.registry import Config, KernelSpec
 _BLOCKS = 8  # of a timing that is not stopped early
 _CHECKS = 3  # of the winner, after all that it ran
 _CAP = 3.0  # times slower than the best: not timed further
+_WAIT_S = 15  # after that it is said that others are waited for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _run(searching: Search, setup: Setup, default: Config, watch: Watch) -> None
 
     def work(worker: Worker) -> None:
         try:
-            while not errors and (proposal := _next_or_none(searching)) is not None:
+            while not errors and (proposal := _next_or_none(searching, watch)) is not None:
                 with store.alive(searching.study, proposal.trial):
                     answer = try_config(worker, proposal, searching, setup)
                 searching.tell(proposal, answer)
@@ -159,28 +160,33 @@ def _run(searching: Search, setup: Setup, default: Config, watch: Watch) -> None
             errors.append(error)
             searching.stop()
 
-    if len(setup.workers) == 1:
-        work(setup.workers[0])
-    else:
-        threads = [threading.Thread(target=work, args=(w,), daemon=True) for w in setup.workers]
-        for thread in threads:
-            thread.start()
-        try:
+    try:
+        if len(setup.workers) == 1:
+            work(setup.workers[0])
+        else:
+            threads = [threading.Thread(target=work, args=(w,), daemon=True) for w in setup.workers]
+            for thread in threads:
+                thread.start()
             for thread in threads:
                 while thread.is_alive():
                     thread.join(0.2)  # a plain join would not see Ctrl-C
-        except KeyboardInterrupt:
-            searching.stop()
-            raise
-    if errors:
-        raise errors[0]
+        if errors:
+            raise errors[0]
+    except KeyboardInterrupt:
+        searching.let_go()
+        raise
 
 
-def _next_or_none(searching: Search) -> Proposal | None:
+def _next_or_none(searching: Search, watch: Watch) -> Proposal | None:
     """The next proposal; waits where only what others are at is missing, for they may die of it."""
+    since = time.monotonic()
     while (proposal := searching.next()) is None:
-        if searching.out_of_time or not store.in_work(searching.study):
+        at_work = len(store.in_work(searching.study))
+        if searching.out_of_time or not at_work:
             return None
+        if time.monotonic() - since > _WAIT_S:
+            since = time.monotonic()
+            watch.says(f"waiting for {at_work} configs that others are at")
         time.sleep(0.2)
         store.reap(searching.study)
     return proposal

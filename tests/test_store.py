@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import time
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,54 @@ def test_a_pid_that_was_used_again_is_no_owner(tmp_path: Path) -> None:
     mine.trial.set_user_attr("owner", {**store.owner(), "started": "12345"})
     assert store.reap(search.study) == 1
     search.tell(mine, Answer("ok", ms=1.0))  # too late, and no error
+
+
+def test_a_trial_of_another_machine_is_lost_once_it_is_silent(tmp_path: Path) -> None:
+    """A journal is carried to a new machine in the middle of a search."""
+    search = search_in(tmp_path, 5)
+    theirs = search.next()
+    assert theirs is not None
+    theirs.trial.set_user_attr("owner", {**store.owner(), "host": "elsewhere"})
+    assert store.reap(search.study) == 0  # it may be at it
+    later = time.time() + 1000
+    theirs.trial.set_user_attr("beat", later)
+    with unittest.mock.patch("time.time", return_value=later + 60):
+        assert store.reap(search.study) == 0
+    with unittest.mock.patch("time.time", return_value=later + 600):
+        assert store.reap(search.study) == 1
+    assert not store.in_work(search.study)
+
+
+def test_a_long_trial_in_a_journal_is_heard_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_JOURNAL_BEAT_S", 0.01)
+    search = search_in(tmp_path, 5)
+    mine = search.next()
+    assert mine is not None
+    with store.alive(search.study, mine.trial):
+        until = time.monotonic() + 20
+        while time.monotonic() < until and "beat" not in search.study.trials[-1].user_attrs:
+            time.sleep(0.01)
+    assert abs(search.study.trials[-1].user_attrs["beat"] - time.time()) < 30
+
+
+def test_what_was_stopped_is_not_waited_for(tmp_path: Path) -> None:
+    search = search_in(tmp_path, 5)
+    assert search.next() is not None
+    search.let_go()
+    assert not store.in_work(search.study)
+    assert len(search_in(tmp_path, 5).known()) == 0
+    again = search_in(tmp_path, 5).next()
+    assert again is not None
+    assert again.origin == "default"
+
+
+def test_planned_is_what_there_is_where_all_is_tried(tmp_path: Path) -> None:
+    study = search_in(tmp_path, 1).study
+    for trials, planned in ((10**9, 1600), (2, 2)):
+        search = Search(study, SPACE, lambda c: None, [], Budget(trials), sampler="exhaustive")
+        assert search.planned == planned
 
 
 def test_studies_of_other_kernels_or_cards_are_apart() -> None:
