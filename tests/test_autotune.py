@@ -153,6 +153,8 @@ def test_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
         "autotune: stopped; all that was measured is kept, and the same command goes on"
     )
     assert len(trials(tmp_path)) >= 2
+    [study] = store.all_studies(store.open_storage(str(tmp_path / ".autotune")))
+    assert not store.in_work(study)  # else the next tuner would wait for it, anywhere else for ever
 
 
 def test_resume_names_what_other_chips_have_left(
