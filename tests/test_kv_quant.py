@@ -61,14 +61,19 @@ def test_chunks_and_steps_do_not_change_results(mode: str, calibration: Path) ->
     """Attention reads what was stored, of new tokens too."""
     quantization, tokens = chosen(mode, calibration), ids(70)
     whole = runner(quantization).prefill([SequenceState(list(tokens))], all_logits=True)
+    exact = runner(None).prefill([SequenceState(list(tokens))], all_logits=True)
+    # A number on the edge of two codes takes the other one where it was computed in other pieces,
+    # which moved logits by 2e-4 on one processor; what is quantised at all moves each row by more.
+    most = 2e-3
+    assert float((whole - exact)[1:].abs().amax(-1).min()) > 3 * most
     pieces = runner(quantization, chunk=17).prefill([SequenceState(list(tokens))], all_logits=True)
-    torch.testing.assert_close(pieces, whole, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(pieces, whole, atol=most, rtol=0)
     one, sequence = runner(quantization), SequenceState(tokens[:60])
     steps = [one.prefill([sequence])]
     for token in tokens[60:]:
         sequence.token_ids.append(token)
         steps.append(one.decode([sequence]))
-    torch.testing.assert_close(torch.cat(steps), whole[59:], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(steps), whole[59:], atol=most, rtol=0)
 
 
 def test_more_is_kept_by_better_modes(calibration: Path) -> None:
