@@ -30,6 +30,7 @@ from tkernels.testing import (
     result_names,
     tensors_of,
     truth_of,
+    written_by,
 )
 
 _MOST_SETS = 16
@@ -83,7 +84,7 @@ def check(bench: Bench, config: Config) -> None:
     """Raise AssertionError where ``config`` computes something wrong or writes outside."""
     spec, inputs = bench.spec, bench.inputs
     own = clone_inputs(inputs)
-    results = [t for t in bench.truth[: len(bench.truth) - len(spec.mutates)]]
+    results = bench.truth[: len(bench.truth) - len(written_by(spec, inputs))]
     outs = {}
     if spec.outputs:
         with poisoned_memory():  # the first run tells the dtypes
@@ -100,7 +101,7 @@ def check(bench: Bench, config: Config) -> None:
         device.synchronize()
     for result, (name, tensor) in zip(got, written.items(), strict=False):
         assert result.data_ptr() == tensor.data_ptr(), f"{name}= was given and not written to"
-    got = (*got, *(own[name] for name in spec.mutates))
+    got = (*got, *written_by(spec, own))
     names = result_names(spec, inputs)
     for name, actual, expected in zip(names, got, bench.truth, strict=True):
         assert_close(actual, expected, what=name, factor=spec.tolerance)

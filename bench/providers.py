@@ -183,7 +183,7 @@ def _why_wrong(
     failure = _failure(run)
     if failure is not None:
         return failure
-    got = (*testing.tensors_of(results), *(own[name] for name in spec.mutates))
+    got = (*testing.tensors_of(results), *testing.written_by(spec, own))
     try:
         names = testing.result_names(spec, inputs)
         for name, actual, expected in zip(names, got, truth, strict=True):

@@ -134,12 +134,22 @@ _COLUMNS = "columns past a sequence's blocks are not read, however many there ar
 _ANY_HEADS = "k may have any number of heads"
 _ANY_STRIDES = "one number a head: other libraries lay it out [n_heads, T]"
 
+_SMALL = "slots are 16-bit numbers"
+_SIZES = "caches and pools may have any size"
+_OTHER_SIZES = {(w, _SIZES) for w in (_shorter, _longer, _narrower, _wider)}
+
 # kernel -> argument -> {(way of spoiling it, why the result is legitimate)}
 ACCEPTED: dict[str, dict[str, set[tuple[Callable[[torch.Tensor], Any], str]]]] = {
+    "append_quantized_kv": {"slots": {(_small_integer, _SMALL)}},
     "merge_attn_states": {
         name: {(_strided_last, _ANY_STRIDES)} for name in ("lse_a", "lse_b", "lse_out")
     },
     "paged_attn": {"block_table": {(_narrower, _COLUMNS), (_wider, _COLUMNS)}},
+    "release_residual_slots": {
+        "slots": {(_small_integer, _SMALL), *_OTHER_SIZES},
+        "free_slots": {(_narrower, _SIZES), (_wider, _SIZES)},
+        "blocks": _OTHER_SIZES,
+    },
     "rms_norm": {"x": _ANY_ROW_COUNT},
     "silu_and_mul": {"x": _ANY_ROW_COUNT},
     "rope": {"cos_sin_cache": {(_shorter, _TABLE), (_longer, _TABLE)}},

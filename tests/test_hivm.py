@@ -213,6 +213,22 @@ def store(size: str) -> str:
 """
 
 
+def test_memory_by_another_type_is_the_same_memory() -> None:
+    floats, numbers = (f"memref<?x{kind}, strided<[1]>, {UB}>" for kind in ("f32", "i32"))
+    text = module(
+        f"""
+    %c0 = arith.constant 0 : index
+    %buffer = hivm.hir.pointer_cast(%c0) : memref<9xf32, {UB}>
+    %n = arith.index_cast %arg3 : i32 to index
+    %part = memref.subview %buffer[0] [%n] [1] : memref<9xf32, {UB}> to {floats}
+    %bits = hivm.hir.bitcast %part : {floats} -> {numbers}
+    hivm.hir.store ins(%bits : {numbers}) outs(%bits : {numbers})
+""",
+        "i32",
+    )
+    assert follow(text, [5]) == {"MTE3 bytes": 20, "MTE3 ops": 1}
+
+
 def test_what_a_loop_carries_counts() -> None:
     """The turns read no number of theirs, and still are not alike; rows 0 and 3 are."""
     text = module(carrying(store("%n")), "i32")

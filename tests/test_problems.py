@@ -68,6 +68,12 @@ SHAPES = {  # of each bench case; of all its kernels where several have one of t
     "qwen3-8b-t8192": "tokens=8192",
     "64x8x128-bf16": "tokens=64",
     "4096x8x128-bf16": "tokens=4096",
+    "64x8x128-fp4-bf16": "tokens=64",
+    "4096x8x128-int8-bf16": "tokens=4096,residuals=false",
+    "4096x8x128-fp4-bf16": "tokens=4096",
+    "4096x8x128-static-fp4-bf16": "tokens=4096,static=true",
+    "256x8x16": "blocks=256",
+    "32768x128-bf16": "rows=32768",
     "64x32x128-bf16": "tokens=64",
     "4096x32x128-bf16": "tokens=4096",
 }

@@ -221,11 +221,20 @@ def test_cost_counts_the_bytes_that_must_move(spec: KernelSpec, dev: torch.devic
             moved["qkv"] = moved["qkv"] * (hq + hk) // (hq + 2 * hk)
         if "slot_mapping" in tensors:  # skipped tokens and the width of a slot are not known
             moved["slot_mapping"] = 8 * len(tensors["slot_mapping"])
-            moved["written"] = tensors["k"].nbytes + tensors["v"].nbytes
+            new = [t for n, t in tensors.items() if n in ("k", "v", "x")]
+            moved["written"] = sum(t.numel() * t.itemsize for t in new)
+        if "slot_mapping" in tensors and "codes" in tensors:  # a code a number, scale, slot
+            vectors, static = new[0].numel() // new[0].shape[-1], tensors["scale"].dim() == 2
+            moved["written"] = new[0].numel()
+            moved["scale"] = tensors["scale"].nbytes if static else 4 * vectors
+            moved["slots"] = 2 * vectors if tensors["slots"].numel() else 0
         if "block_table" in tensors:  # what is out of sight is NaN there
             caches = {n: t for n, t in tensors.items() if n in ("k_cache", "v_cache")}
             moved |= {n: int((~t.isnan()).sum()) * t.itemsize for n, t in caches.items()}
             moved["block_table"] = 4 * int((~caches["k_cache"].isnan()).any((1, 2, 3)).sum())
+        if spec.name == "release_residual_slots":  # looked at and erased; the stack is not known
+            released = len(tensors["blocks"]) * tensors["slots"][0].nbytes
+            moved |= {"released": released, "count": 2 * tensors["free_count"].nbytes}
         results = spec.reference(**inputs)
         for i, result in enumerate(tensors_of(results)):
             moved[f"result {i}"] = result.nbytes

@@ -11,11 +11,14 @@ from tkernels.config import force_config
 from tkernels.device import UnsupportedError
 from tkernels.kv_format import QuantizedKV, allocate_quantized
 from tkernels.ops.append_paged_kv import append_paged_kv
+from tkernels.ops.append_quantized_kv import append_quantized_kv
 from tkernels.ops.flash_attn import flash_attn
+from tkernels.ops.fp4_dequant import fp4_dequant
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
 from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope
 from tkernels.ops.merge_attn_states import merge_attn_states
 from tkernels.ops.paged_attn import paged_attn
+from tkernels.ops.release_residual_slots import release_residual_slots
 from tkernels.ops.rms_norm import rms_norm
 from tkernels.ops.rope import rope
 from tkernels.ops.silu_and_mul import silu_and_mul
@@ -28,15 +31,18 @@ __all__ = [
     "UnsupportedError",
     "allocate_quantized",
     "append_paged_kv",
+    "append_quantized_kv",
     "build_cos_sin_cache",
     "device",
     "flash_attn",
     "force_config",
+    "fp4_dequant",
     "fused_add_rms_norm",
     "fused_qk_norm_rope",
     "merge_attn_states",
     "paged_attn",
     "reference",
+    "release_residual_slots",
     "rms_norm",
     "rope",
     "silu_and_mul",

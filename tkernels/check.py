@@ -79,6 +79,15 @@ def check_last_contiguous(op: str, name: str, t: torch.Tensor) -> None:
         )
 
 
+def check_contiguous(op: str, name: str, t: torch.Tensor) -> None:
+    """All elements lie one after the other."""
+    if not t.is_contiguous():
+        raise ValueError(
+            f"{op}: {name} must be contiguous, "
+            f"got strides {list(t.stride())} for shape {list(t.shape)}"
+        )
+
+
 def check_no_overlap(op: str, name: str, t: torch.Tensor) -> None:
     """``t`` will be written, so no two elements may share memory (as expand() or unfold() makes).
 

@@ -14,14 +14,15 @@ residuals: a token's goes to its score (K) or probability (V), a channel's to q 
 
 Residuals live in a pool a KV head, beside the pages. A token's 16-bit ``slot`` says where: one
 indirection, which unlike a page's bitmask and base leaves a page free to gain outliers one token at
-a time, as decode does. Slots are taken from a stack by ``append_quantized_ref`` and go back
-when ``release_residuals_ref`` frees their page. A position that has a slot keeps it until then:
+a time, as decode does. Slots are taken from a stack by ``append_quantized_kv`` and go back
+when ``release_residual_slots`` frees their page. A position that has a slot keeps it until then:
 what is appended there again overwrites the residual, whatever its e. Where the stack is empty the
 residual is left out and counted in ``dropped``.
 
 Block scales are e8m0 and E2M1 is FP4 as in "OCP Microscaling Formats (MX) v1.0"; E3M0 and E1M2 (a
 4-bit integer with sign) are its neighbours. All arithmetic is fp32. Everything here is plain
-PyTorch, and the truth for kernels, of which there are none yet.
+PyTorch, and the truth for kernels: ``append_quantized_kv``, ``release_residual_slots`` and
+``fp4_dequant``. Attention has none for it yet.
 """
 
 from __future__ import annotations

@@ -4,22 +4,30 @@
 """
 
 from tkernels.ops.append_paged_kv import append_paged_kv_ref as append_paged_kv
+from tkernels.ops.append_quantized_kv import append_quantized_kv_ref as append_quantized_kv
 from tkernels.ops.flash_attn import flash_attn_ref as flash_attn
+from tkernels.ops.fp4_dequant import fp4_dequant_ref as fp4_dequant
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm_ref as fused_add_rms_norm
 from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope_ref as fused_qk_norm_rope
 from tkernels.ops.merge_attn_states import merge_attn_states_ref as merge_attn_states
 from tkernels.ops.paged_attn import paged_attn_ref as paged_attn
+from tkernels.ops.release_residual_slots import (
+    release_residual_slots_ref as release_residual_slots,
+)
 from tkernels.ops.rms_norm import rms_norm_ref as rms_norm
 from tkernels.ops.rope import rope_ref as rope
 from tkernels.ops.silu_and_mul import silu_and_mul_ref as silu_and_mul
 
 __all__ = [
     "append_paged_kv",
+    "append_quantized_kv",
     "flash_attn",
+    "fp4_dequant",
     "fused_add_rms_norm",
     "fused_qk_norm_rope",
     "merge_attn_states",
     "paged_attn",
+    "release_residual_slots",
     "rms_norm",
     "rope",
     "silu_and_mul",

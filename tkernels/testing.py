@@ -180,22 +180,34 @@ def clone_inputs(inputs: Mapping[str, Any], *, precise: bool = False) -> dict[st
     return {name: copy(value) for name, value in inputs.items()}
 
 
+def written_by(spec: KernelSpec, after: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """What is compared of the arguments that a call mutated, ``after`` it."""
+    mutated = {name: after[name] for name in spec.mutates}
+    return spec.compared(mutated) if spec.compared is not None else tuple(mutated.values())
+
+
 def truth_of(spec: KernelSpec, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-    """The reference's results on float32 copies of ``inputs``, then the arguments it mutated."""
+    """The reference's results on float32 copies of ``inputs``, then what it wrote to them."""
     precise = clone_inputs(inputs, precise=True)
     results = tensors_of(spec.reference(**precise))
-    return (*results, *(precise[name] for name in spec.mutates))
+    return (*results, *written_by(spec, precise))
 
 
 def result_names(spec: KernelSpec, inputs: Mapping[str, Any]) -> tuple[str, ...]:
     """Names for the tensors of ``truth_of``, for messages."""
     lse = ("lse",) if inputs.get("return_lse") else ()
-    return (*(spec.outputs or ("result",) * (not spec.mutates)), *lse, *spec.mutates)
+    results = (*(spec.outputs or ("result",) * (not spec.mutates)), *lse)
+    if spec.compared is None:
+        return (*results, *spec.mutates)
+    return (*results, *(f"state[{i}]" for i in range(len(written_by(spec, inputs)))))
 
 
 def assert_right(spec: KernelSpec, inputs: Mapping[str, Any], got: Sequence[torch.Tensor]) -> None:
     """``got`` (results, then mutated arguments) matches the reference."""
     truth = truth_of(spec, inputs)
+    count = len(got) - len(spec.mutates)
+    written = written_by(spec, dict(zip(spec.mutates, got[count:], strict=True)))
+    got = (*got[:count], *written)
     assert len(got) == len(truth), (spec.name, len(got), len(truth))
     for name, actual, expected in zip(result_names(spec, inputs), got, truth, strict=True):
         assert_close(actual, expected, what=f"{spec.name}: {name}", factor=spec.tolerance)

@@ -318,6 +318,12 @@ class Translator:
             self.set(_name(results[0]), "(None, 0)")
             elements = _elements(_TYPE.findall(text)[-1][0]) or 0
             self.set(_size(_name(results[0])), str(elements))
+        elif name == "bitcast" and results:  # the same memory by another type
+            source = re.search(r"bitcast (%[\w#-]+)", text)
+            assert source is not None, text
+            target, base = _name(results[0]), _name(source.group(1))
+            self.set(target, base)
+            self.set(_size(target), _size(base))
         elif name in _FREE:
             return
         elif name in _SYNCS:

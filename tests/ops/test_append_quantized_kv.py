@@ -1,0 +1,185 @@
+"""What is special to append_quantized_kv and its pool: slots that run out, come back, are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tkernels
+from tkernels.kv_format import (
+    NO_SLOT,
+    QuantizedKV,
+    allocate_quantized,
+    append_quantized_ref,
+    dequantize_cache,
+    fields,
+    quantize_ref,
+    release_residuals_ref,
+)
+
+HEADS, DIM, BLOCK = 2, 64, 4
+TAU = 0.0095
+
+
+def cache_of(dev: torch.device, tokens: int = 16, **more: Any) -> QuantizedKV:
+    more = {"tau": TAU, "outlier_share": 1.0, **more}
+    return allocate_quantized(-(-tokens // BLOCK), BLOCK, HEADS, DIM, device=dev, **more)
+
+
+def outliers(dev: torch.device, tokens: int, seed: int = 0) -> torch.Tensor:
+    """Every token of every head has a large channel."""
+    x = torch.randn(tokens, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
+    x[..., 5] = 60.0
+    return x.to(dev)
+
+
+def append(x: torch.Tensor, cache: QuantizedKV, places: torch.Tensor, **more: Any) -> None:
+    tkernels.append_quantized_kv(x, *fields(cache), places, **more)
+
+
+def release(cache: QuantizedKV, blocks: torch.Tensor) -> None:
+    assert cache.slots is not None
+    assert cache.free_slots is not None
+    assert cache.free_count is not None
+    tkernels.release_residual_slots(cache.slots, cache.free_slots, cache.free_count, blocks)
+
+
+def conserved(cache: QuantizedKV) -> None:
+    """Each slot is free once, or held once."""
+    assert cache.slots is not None
+    assert cache.free_slots is not None
+    assert cache.free_count is not None
+    n = cache.free_slots.shape[1]
+    for head in range(HEADS):
+        held = cache.slots[:, head][cache.slots[:, head] != NO_SLOT].long() & 0xFFFF
+        free = cache.free_slots[head, : int(cache.free_count[head])].long()
+        assert sorted([*held.tolist(), *free.tolist()]) == list(range(n))
+
+
+def test_a_full_pool_drops_residuals_and_counts_them(dev: torch.device) -> None:
+    cache = cache_of(dev, outlier_share=6 / 16)
+    x = outliers(dev, 16)
+    append(x, cache, torch.arange(16, device=dev))
+    assert cache.dropped is not None
+    assert cache.free_count is not None
+    assert cache.slots is not None
+    assert cache.dropped.tolist() == [10, 10]
+    assert cache.free_count.tolist() == [0, 0]
+    conserved(cache)
+    exact = x.view(4, BLOCK, HEADS, DIM)
+    left = (dequantize_cache(cache) - exact).square().sum(-1).transpose(1, 2)
+    without = (dequantize_cache(cache, residuals=False) - exact).square().sum(-1).transpose(1, 2)
+    held = cache.slots != NO_SLOT
+    assert int(held.sum()) == 12
+    assert bool((left[held] < 0.05 * without[held]).all())
+    assert torch.equal(left[~held], without[~held])  # int8's value: never a wrong one
+
+
+def test_what_is_appended_again_keeps_its_slot(dev: torch.device) -> None:
+    cache, places = cache_of(dev), torch.tensor([3, 9], device=dev)
+    append(outliers(dev, 2), cache, places)
+    assert cache.slots is not None
+    before = cache.slots.clone()
+    plain = torch.randn(2, HEADS, DIM, generator=torch.Generator().manual_seed(1)).to(dev)
+    append(plain, cache, places)  # no outliers, and their residuals replace those that were there
+    assert torch.equal(cache.slots, before)
+    _, scale, rest, _ = quantize_ref(plain)
+    got = dequantize_cache(cache).flatten(0, 1)[places]
+    error = (got - plain).abs().amax()
+    assert float(error) < 0.2 * float((rest * scale[..., None]).abs().amax())
+    conserved(cache)
+
+
+def test_released_blocks_have_no_residuals_left(dev: torch.device) -> None:
+    cache = cache_of(dev)
+    append(outliers(dev, 16), cache, torch.arange(16, device=dev))
+    release(cache, torch.tensor([2, -1, 0, 2, 99], device=dev))
+    conserved(cache)
+    assert cache.slots is not None
+    assert bool((cache.slots[[0, 2]] == NO_SLOT).all())
+    assert bool((cache.slots[[1, 3]] != NO_SLOT).all())
+    plain = torch.randn(BLOCK, HEADS, DIM, generator=torch.Generator().manual_seed(2)).to(dev)
+    append(plain, cache, torch.arange(BLOCK, device=dev))
+    codes, scale, _, _ = quantize_ref(plain)
+    assert torch.equal(dequantize_cache(cache)[0], codes * scale[..., None])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_life_equals_the_reference(seed: int, dev: torch.device) -> None:
+    """Appends and releases in turn, the pool empty at times."""
+    generator = torch.Generator().manual_seed(seed)
+    mine, theirs = (cache_of(dev, outlier_share=0.6) for _ in range(2))
+    for step in range(12):
+        x = torch.randn(3, HEADS, DIM, generator=generator)
+        x[torch.rand(3, HEADS, generator=generator) < 0.6] *= torch.where(
+            torch.arange(DIM) == 7, 40.0, 1.0
+        )
+        places = torch.randperm(16, generator=generator)[:3]
+        blocks = torch.randint(-1, 4, (2,), generator=generator)
+        # A program takes all tokens of a head here, so that both drop the same ones.
+        config = {"BLOCK_T": 4, "programs_per_core": 0, "num_warps": 1}
+        append(x.to(dev), mine, places.to(dev), config=config)
+        append_quantized_ref(x.to(dev), theirs, places.to(dev))
+        if step % 3 == 2:
+            release(mine, blocks.to(dev))
+            release_residuals_ref(theirs, blocks.to(dev))
+        conserved(mine)
+        torch.testing.assert_close(dequantize_cache(mine), dequantize_cache(theirs))
+        assert mine.dropped is not None
+        assert theirs.dropped is not None
+        assert torch.equal(mine.dropped, theirs.dropped)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int8_fp4", "int8_static", "int8_static_fp4"])
+def test_zero_constant_and_extreme_vectors(mode: str, dev: torch.device) -> None:
+    scale = torch.full((HEADS, DIM), 1.0) if "static" in mode else None
+    cache = cache_of(dev, mode=mode, static_scale=scale)
+    x = torch.zeros(6, HEADS, DIM, dtype=torch.float16)
+    x[1], x[2], x[3, :, 0], x[4] = 3.0, -3.0, 65504.0, 65504.0
+    x[5, :, 1] = 6e-8  # subnormal
+    places = torch.tensor([0, 5, 6, 11, 12, 13], device=dev)
+    append(x.to(dev), cache, places)
+    reference = cache_of(dev, mode=mode, static_scale=scale)
+    append_quantized_ref(x.to(dev), reference, places)
+    got, expected = dequantize_cache(cache), dequantize_cache(reference)
+    assert bool(got.isfinite().all())
+    torch.testing.assert_close(got, expected)
+    assert not bool(got.flatten(0, 1)[0].any())
+
+
+def test_nothing_else_of_the_cache_is_touched(dev: torch.device) -> None:
+    """All that is unused is poisoned: codes of other places, residual rows of other slots."""
+    cache = cache_of(dev)
+    assert cache.residual is not None
+    assert cache.residual_scale is not None
+    cache.codes.fill_(-128)
+    cache.scale.fill_(float("nan"))
+    cache.residual.fill_(0xA5)
+    cache.residual_scale.fill_(0xFF)
+    places = torch.tensor([2, -1, 15, 16, 7], device=dev)
+    append(outliers(dev, 5), cache, places)
+    used = torch.zeros(16, dtype=torch.bool)
+    used[[2, 15, 7]] = True
+    codes = cache.codes.flatten(0, 1).cpu()
+    assert bool((codes[~used] == -128).all())
+    assert bool((codes[used] != -128).all())
+    nan = cache.scale.transpose(1, 2).flatten(0, 1).isnan().cpu()
+    assert torch.equal(nan, ~used[:, None].expand(-1, HEADS))
+    assert bool((cache.residual_scale == 0xFF).all(-1).sum(1).eq(13).all())
+    assert bool((cache.residual == 0xA5).all(-1).sum(1).eq(13).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_pool_of_more_than_2_to_the_31_codes(dev: torch.device) -> None:
+    blocks = 2**31 // (16 * 8 * 128) + 8
+    cache = allocate_quantized(blocks, 16, 8, 128, mode="int8", device=dev)
+    x = torch.randn(2, 8, 128, device=dev)
+    places = torch.tensor([blocks * 16 - 1, 5], device=dev)
+    append(x, cache, places)
+    codes, scale, _, _ = quantize_ref(x)
+    got = cache.codes.view(-1, 8, 128)[places].int()
+    assert int((got - codes).abs().max()) <= 1
+    torch.testing.assert_close(cache.scale[-1, :, -1], scale[0])
