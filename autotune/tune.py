@@ -172,7 +172,7 @@ def _run(searching: Search, setup: Setup, default: Config, watch: Watch) -> None
                     thread.join(0.2)  # a plain join would not see Ctrl-C
         if errors:
             raise errors[0]
-    except KeyboardInterrupt:
+    except BaseException:
         searching.let_go()
         raise
 
@@ -207,6 +207,8 @@ def try_config(worker: Worker, proposal: Proposal, searching: Search, setup: Set
             return _time(worker, proposal, searching, compiled["facts"])
     except WorkerError as failed:
         return Answer(failed.kind, failed.message)
+    except optuna.exceptions.UpdateFinishedTrialError:  # another host took this one for lost
+        return Answer("crashed", "its trial was failed by another tuner")
 
 
 def _time(

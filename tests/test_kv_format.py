@@ -147,7 +147,7 @@ def test_refused(change: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize("dim", [40, 80])
 def test_heads_without_whole_blocks_are_refused(dim: int) -> None:
-    with pytest.raises(ValueError, match=r"^allocate_quantized: residual_block must be 16 or 32"):
+    with pytest.raises(ValueError, match=r"^allocate_quantized: head_dim must divide by 32"):
         cache_of(8, dim=dim)
 
 

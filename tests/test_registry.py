@@ -227,6 +227,7 @@ def test_cost_counts_the_bytes_that_must_move(spec: KernelSpec, dev: torch.devic
             vectors, static = new[0].numel() // new[0].shape[-1], tensors["scale"].dim() == 2
             moved["written"] = new[0].numel()
             moved["scale"] = tensors["scale"].nbytes if static else 4 * vectors
+            moved["free_slots"] = 0  # where a token is an outlier
             moved["slots"] = 2 * vectors if tensors["slots"].numel() else 0
         if "block_table" in tensors:  # what is out of sight is NaN there
             caches = {n: t for n, t in tensors.items() if n in ("k_cache", "v_cache")}

@@ -20,7 +20,7 @@ pytest.importorskip("optuna", reason="the tuner needs optuna (tkernels[tune])")
 
 import optuna
 
-from autotune import export, store
+from autotune import export, store, tune
 from autotune.records import Answer, Outcome, Task, label_of
 from autotune.search import Budget, Search, new_sampler
 from tkernels import config, device
@@ -240,6 +240,24 @@ def test_what_was_stopped_is_not_waited_for(tmp_path: Path) -> None:
     again = search_in(tmp_path, 5).next()
     assert again is not None
     assert again.origin == "default"
+
+
+def test_a_trial_that_another_took_for_lost_does_not_end_the_search(tmp_path: Path) -> None:
+    search = search_in(tmp_path, 5)
+    mine = search.next()
+    assert mine is not None
+    assert store.let_go(search.study) == 1
+
+    class Slow:
+        def ask(self, *_: Any, **__: Any) -> dict[str, Any]:
+            mine.trial.report(1.0, 0)  # as a timing does
+            raise AssertionError("expected a trial that was failed to refuse a report")
+
+    setup = unittest.mock.Mock(offline=True)
+    answer = tune.try_config(Slow(), mine, search, setup)  # type: ignore[arg-type]
+    assert answer.kind == "crashed"
+    search.tell(mine, answer)
+    assert search.next() is not None
 
 
 def test_planned_is_what_there_is_where_all_is_tried(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ PyTorch, and the truth for kernels: ``append_quantized_kv``, ``release_residual_
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -136,7 +137,8 @@ def allocate_quantized(
     Args:
         mode: of ``MODES``, not "none".
         tau: for residuals: a number, or fp32 [num_kv_heads], from calibration.
-        static_scale: for static modes: fp32 [num_kv_heads, head_dim], all above 0, copied.
+        static_scale: for static modes: fp32 [num_kv_heads, head_dim], all above 0 (which would have
+            to be waited for, and is not looked at), copied.
         outlier_share: slots in the pool, as a share of positions; at most 65535 a KV head.
         residual_format: of ``MANTISSA_BITS``.
         residual_block: channels that share a scale, 16 or 32; None is 32 where head_dim / 2 has
@@ -165,6 +167,16 @@ def allocate_quantized(
         return QuantizedKV(codes, scale)
     if tau is None:
         raise ValueError(f"{name}: tau must be given for mode {mode}, got None")
+    threshold = tau if isinstance(tau, torch.Tensor) else torch.tensor(float(tau))
+    if threshold.dim() > 1 or threshold.numel() not in (1, num_kv_heads):
+        raise ValueError(
+            f"{name}: tau must be a number or fp32 [num_kv_heads={num_kv_heads}], "
+            f"got {describe(tau)}"
+        )
+    if not 0 < outlier_share < math.inf:
+        raise ValueError(f"{name}: outlier_share must be a number above 0, got {outlier_share}")
+    if head_dim % 32:
+        raise ValueError(f"{name}: head_dim must divide by 32 for mode {mode}, got {head_dim}")
     if residual_format not in MANTISSA_BITS:
         raise ValueError(
             f"{name}: residual_format must be one of {', '.join(MANTISSA_BITS)}, "
@@ -189,7 +201,7 @@ def allocate_quantized(
         free_slots=torch.arange(n, dtype=torch.int32, device=device).repeat(num_kv_heads, 1),
         free_count=torch.full((num_kv_heads,), n, dtype=torch.int32, device=device),
         dropped=torch.zeros(num_kv_heads, dtype=torch.int32, device=device),
-        tau=taus.copy_(torch.as_tensor(tau, dtype=torch.float32).expand(num_kv_heads)),
+        tau=taus.copy_(threshold.expand(num_kv_heads)),
         residual_format=residual_format,
     )
 
@@ -213,7 +225,7 @@ def quantize_ref(
         absmax = x.abs().amax(-1, keepdim=True)
         absmax = torch.where(absmax < LEAST_ABSMAX, 0.0, absmax)
         full = absmax * (1.0 / 127.0)
-        scale = full[..., 0]
+        scale = full[..., 0] + (x * 0.0).sum(-1)  # NaN where a number is infinite or none
         most = torch.full_like(absmax, 127.0)  # a number / tensor is a product in torch
         steps = x * torch.where(absmax > 0, most / absmax, 0.0)
     else:

@@ -75,9 +75,9 @@ class KernelSpec:
     cost: Callable[[Problem], Cost]
     outputs: tuple[str, ...] = ()  # out= arguments, in the order of the returned tensors
     mutates: tuple[str, ...] = ()  # arguments that are written in place
-    # What of the mutated arguments, by name, is compared; None: they themselves. For states that
+    # What is compared, of the arguments after a call, in place of the mutated ones: for states that
     # say the same in more than one way.
-    compared: Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor, ...]] | None = None
+    compared: Callable[[Mapping[str, Any]], tuple[torch.Tensor, ...]] | None = None
     providers: Callable[[dict[str, Any]], dict[str, Callable[[], Any]]] | None = (
         None  # peers, for bench
     )

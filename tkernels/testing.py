@@ -182,8 +182,7 @@ def clone_inputs(inputs: Mapping[str, Any], *, precise: bool = False) -> dict[st
 
 def written_by(spec: KernelSpec, after: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
     """What is compared of the arguments that a call mutated, ``after`` it."""
-    mutated = {name: after[name] for name in spec.mutates}
-    return spec.compared(mutated) if spec.compared is not None else tuple(mutated.values())
+    return spec.compared(after) if spec.compared else tuple(after[n] for n in spec.mutates)
 
 
 def truth_of(spec: KernelSpec, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -206,7 +205,7 @@ def assert_right(spec: KernelSpec, inputs: Mapping[str, Any], got: Sequence[torc
     """``got`` (results, then mutated arguments) matches the reference."""
     truth = truth_of(spec, inputs)
     count = len(got) - len(spec.mutates)
-    written = written_by(spec, dict(zip(spec.mutates, got[count:], strict=True)))
+    written = written_by(spec, {**inputs, **dict(zip(spec.mutates, got[count:], strict=True))})
     got = (*got[:count], *written)
     assert len(got) == len(truth), (spec.name, len(got), len(truth))
     for name, actual, expected in zip(result_names(spec, inputs), got, truth, strict=True):

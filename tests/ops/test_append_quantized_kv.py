@@ -149,6 +149,57 @@ def test_zero_constant_and_extreme_vectors(mode: str, dev: torch.device) -> None
     assert not bool(got.flatten(0, 1)[0].any())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_reads_as_none(value: float, dev: torch.device) -> None:
+    cache = cache_of(dev, mode="int8")
+    x = torch.ones(2, HEADS, DIM, device=dev)
+    x[0, 1, 3] = value
+    append(x, cache, torch.tensor([4, 6], device=dev))
+    reference = cache_of(dev, mode="int8")
+    append_quantized_ref(x, reference, torch.tensor([4, 6], device=dev))
+    for one in (cache, reference):
+        got = dequantize_cache(one).flatten(0, 1)
+        assert bool(got[4, 1].isnan().all())
+        assert bool((got[[4, 6, 6], [0, 0, 1]] - 1.0).abs().lt(1e-6).all())
+
+
+def test_a_threshold_below_zero_keeps_all(dev: torch.device) -> None:
+    mine, theirs = (cache_of(dev, tau=-1.0) for _ in range(2))
+    x, places = torch.zeros(3, HEADS, DIM, device=dev), torch.arange(3, device=dev)
+    append(x, mine, places)
+    append_quantized_ref(x, theirs, places)
+    assert mine.free_count is not None
+    assert theirs.free_count is not None
+    assert torch.equal(mine.free_count, theirs.free_count)
+    assert int(mine.free_count[0]) == 13
+
+
+def test_pool_arguments_that_do_not_go_together(dev: torch.device) -> None:
+    cache, places = cache_of(dev), torch.arange(1, device=dev)
+    x = outliers(dev, 1)
+    assert cache.free_count is not None
+    with pytest.raises(ValueError, match="dropped must be another tensor than free_count"):
+        append(x, cache._replace(dropped=cache.free_count), places)
+    none = torch.empty(0, dtype=torch.int16, device=dev)
+    with pytest.raises(ValueError, match=r"slots must have shape .* where residual is given"):
+        append(x, cache._replace(slots=none), places)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"tau": torch.zeros(3)}, "tau must be a number or fp32"),
+        ({"outlier_share": -1.0}, "outlier_share must be a number above 0, got -1.0"),
+        ({"outlier_share": float("nan")}, "outlier_share must be a number above 0, got nan"),
+    ],
+)
+def test_what_cannot_be_allocated(more: dict[str, Any], words: str, dev: torch.device) -> None:
+    with pytest.raises(ValueError, match=f"allocate_quantized: {words}"):
+        cache_of(dev, **more)
+    with pytest.raises(ValueError, match="head_dim must divide by 32 for mode int8_fp4, got 80"):
+        allocate_quantized(2, 4, 2, 80, tau=0.1)
+
+
 def test_nothing_else_of_the_cache_is_touched(dev: torch.device) -> None:
     """All that is unused is poisoned: codes of other places, residual rows of other slots."""
     cache = cache_of(dev)

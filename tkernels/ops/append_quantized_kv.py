@@ -30,6 +30,7 @@ from tkernels.check import (
     check_shape,
     check_tensor,
     describe,
+    one_for_both,
 )
 from tkernels.config import planned, resolve
 from tkernels.device import (
@@ -48,6 +49,7 @@ from tkernels.kv_format import (
     LARGEST,
     MOST_SLOTS,
     NO_SLOT,
+    POOL,
     QuantizedKV,
     allocate_quantized,
     append_quantized_ref,
@@ -145,7 +147,10 @@ def _append_quantized_kv_kernel(
         else:
             absmax = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
             absmax = tl.where(absmax < 7.888609052210118e-31, 0.0, absmax)  # 2^-100
-            tl.store(scale_ptr + place, absmax * 0.007874015748031496, mask=kept)  # 1 / 127
+            # Maxima pass NaN by; sums do not. What is not a number is not read back as one.
+            spoilt = tl.sum(low * 0.0, 1) + tl.sum(high * 0.0, 1)
+            scale = absmax * 0.007874015748031496 + spoilt  # 1 / 127
+            tl.store(scale_ptr + place, scale, mask=kept)
             divisor = tl.where(absmax > 0, absmax, 1.0)
             inverse = tl.where(absmax > 0, tl.div_rn(127.0, divisor), 0.0)
             steps_low, steps_high = low * inverse[:, None], high * inverse[:, None]
@@ -162,8 +167,8 @@ def _append_quantized_kv_kernel(
             else:
                 lost, whole = _square_sum(rest_low, rest_high), _square_sum(steps_low, steps_high)
             tau = tl.load(tau_ptr + head)
-            share = tl.div_rn(lost, tl.where(whole > 0, whole, 1.0))
-            outlier = kept & (whole > 0) & (tl.sqrt(share) > tau)
+            share = tl.where(whole > 0, tl.div_rn(lost, tl.where(whole > 0, whole, 1.0)), 0.0)
+            outlier = kept & (tl.sqrt(share) > tau)
             slot = tl.load(slots_ptr + place, mask=kept, other=NO_SLOT_).to(tl.int32)
             wanted = (outlier & (slot == NO_SLOT_)).to(tl.int32)
             count = tl.sum(wanted)
@@ -284,7 +289,9 @@ def append_quantized_kv(
     contiguous; without residuals those from ``slots`` on are empty.
 
     Args:
-        x: [n_tokens, num_kv_heads, head_dim], fp32, bf16 or fp16, any token and head strides.
+        x: [n_tokens, num_kv_heads, head_dim], fp32, bf16 or fp16, any token and head strides. A
+            vector with a NaN or infinity gets the scale NaN, so that it reads as NaN; static scales
+            have no place for that, and its codes there mean nothing.
         codes: int8 [num_blocks, block_size, num_kv_heads, head_dim]. Written.
         scale: fp32 [num_blocks, num_kv_heads, block_size], written; or, for static scales,
             [num_kv_heads, head_dim], read.
@@ -296,7 +303,8 @@ def append_quantized_kv(
         dropped: int32 [num_kv_heads], how many residuals found no slot. Written.
         tau: fp32 [num_kv_heads]: a token whose relative error exceeds it is an outlier.
         slot_mapping: [n_tokens], int32 or int64: block * block_size + offset. Places below 0 and
-            past the pool are skipped; no two tokens may share one.
+            past the pool are skipped; no two tokens may share one, nor may two launches write
+            one place at a time: the slot is then undefined, and a launch on a GPU may hang.
         mantissa_bits: of the 4-bit residual: 2 is E1M2, 1 is E2M1 (FP4), 0 is E3M0.
         config: launch config; None looks it up.
 
@@ -357,6 +365,8 @@ def _check(*given: Any) -> tuple[bool, int]:
     name = "append_quantized_kv"
     *tensors, mantissa_bits = given
     x, slot_mapping, cache = tensors[0], tensors[-1], dict(zip(FIELDS, tensors[1:-1], strict=True))
+    if cache["free_count"] is cache["dropped"]:
+        raise one_for_both(name, "dropped", "free_count")
     check_tensor(name, "x", x)
     for field, t in cache.items():
         check_tensor(name, field, t)
@@ -384,8 +394,12 @@ def _check(*given: Any) -> tuple[bool, int]:
     if cache["slots"].numel() or cache["slots"].dim() == 3:
         residual_block = _check_pool(name, cache, a_place, head_dim)
     else:
-        for field in list(FIELDS)[2:]:
-            check_shape(name, field, cache[field], empty=0)
+        held = [field for field in POOL if cache[field].numel()]
+        if held:
+            raise ValueError(
+                f"{name}: slots must have shape [num_blocks, num_kv_heads, block_size] where "
+                f"{held[0]} is given, got {describe(cache['slots'])}"
+            )
     for field, t in cache.items():
         check_contiguous(name, field, t)
     if type(mantissa_bits) is not int or mantissa_bits not in FORMATS:
@@ -549,7 +563,7 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     # A token of 128 channels a warp while that does not fill the chip. Then as an H100 liked them:
     # (channels a tile, warps, programs a core).
     if problem["n_tokens"] * problem["num_kv_heads"] < 64 * dev.num_cores:
-        return {"BLOCK_T": 1, "num_warps": max(1, min(4, elements // 512)), "programs_per_core": 0}
+        return {"BLOCK_T": 1, "num_warps": max(1, min(8, elements // 512)), "programs_per_core": 0}
     tile, warps, per_core = 2048, 2, 0
     if problem["residual_block"]:
         tile, warps, per_core = (2048, 4, 8) if problem["static"] else (1024, 1, 16)
@@ -651,7 +665,6 @@ SPEC = register(
             "slots",
             "residual",
             "residual_scale",
-            "free_slots",
             "free_count",
             "dropped",
         ),

@@ -98,6 +98,9 @@ def _release_residual_slots_kernel(
         tl.store(free_count_ptr + head, count)
 
 
+_MOST_ON_NPU = 128  # positions at a time: there all are compared with all
+
+
 @op
 def release_residual_slots(
     slots: torch.Tensor,
@@ -164,6 +167,11 @@ def _check(
             f"got {describe(slots)}"
         )
     check_dtype(name, "slots", slots, (torch.int16,))
+    if not current().registers and slots.shape[2] > _MOST_ON_NPU:
+        raise ValueError(
+            f"{name}: slots must have a block_size of at most {_MOST_ON_NPU} on an NPU, "
+            f"got {describe(slots)}"
+        )
     n_heads = slots.shape[1]
     check_shape(name, "free_slots", free_slots, num_kv_heads=n_heads, num_slots=None)
     if not 1 <= free_slots.shape[1] <= MOST_SLOTS:
@@ -263,11 +271,11 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     block_b = config["BLOCK_B"]
     if block_b < 1 or block_b & (block_b - 1):
         return f"BLOCK_B={block_b} is not a power of two"
-    cells = block_b * next_power_of_2(problem["block_size"])
+    cells = block_b * max(2, next_power_of_2(problem["block_size"]))
     if dev.registers and config["num_warps"] not in (1, 2, 4, 8, 16, 32):
         return f"num_warps={config['num_warps']} is not of 1, 2, 4, 8, 16, 32"
-    most = 16384 if dev.registers else 128  # there all are compared with all
-    if cells > most and block_b > 1:
+    most = 16384 if dev.registers else _MOST_ON_NPU
+    if cells > most:
         return f"{cells} positions at a time are more than {most}"
     if not dev.registers and config["programs_per_core"] < 1:
         return "programs_per_core must be 1 or more on an NPU (the grid is bounded)"
