@@ -1,6 +1,7 @@
 """The PyTorch version of every operation, under the operation's own name.
 
 ``tkernels.reference.rms_norm`` takes the arguments of ``tkernels.rms_norm`` and needs no triton.
+Arguments are not checked here: what is refused there may give an error of PyTorch, or a result.
 """
 
 from tkernels.ops.append_paged_kv import append_paged_kv_ref as append_paged_kv
