@@ -230,13 +230,23 @@ def test_same_bits_whoever_ends_first(dev: torch.device) -> None:
     [
         ({"max_seqlen_q": 2}, "max_seqlen_q must be 1 without cu_seqlens_q, got 2"),
         ({"max_seqlen_q": 1.0}, "max_seqlen_q must be an int >= 0, got 1.0"),
+        (
+            {"cu_seqlens_q": torch.tensor([0, 1, 2]).int()},
+            "max_seqlen_q must be an int >= 0 with cu_seqlens_q, got None",
+        ),
         ({"window": 0}, "window must be an int >= 1 or None, got 0"),
         ({"softcap": 0.0}, "softcap must be a number > 0, got 0.0"),
         ({"scale": -1.0}, "scale must be a number > 0, got -1.0"),
         ({"sinks": torch.zeros(3)}, r"sinks must have shape \[num_heads=2\], got float32 \[3\]"),
         ({"sinks": torch.zeros(2).double()}, r"sinks must be float32, got float64 \[2\]"),
-        ({"cu_seqlens_q": torch.zeros(2).int()}, r"cu_seqlens_q must have shape \[batch \+ 1 = 3"),
-        ({"cu_seqlens_q": torch.zeros(3).long()}, r"cu_seqlens_q must be int32, got int64 \[3\]"),
+        (
+            {"cu_seqlens_q": torch.zeros(2).int(), "max_seqlen_q": 1},
+            r"cu_seqlens_q must have shape \[batch \+ 1 = 3",
+        ),
+        (
+            {"cu_seqlens_q": torch.zeros(3).long(), "max_seqlen_q": 1},
+            r"cu_seqlens_q must be int32, got int64 \[3\]",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -68,7 +68,7 @@ def paged_attn_ref(
     context_lens: torch.Tensor,
     *,
     cu_seqlens_q: torch.Tensor | None = None,
-    max_seqlen_q: int = 1,
+    max_seqlen_q: int | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -445,7 +445,7 @@ def paged_attn(
     context_lens: torch.Tensor,
     *,
     cu_seqlens_q: torch.Tensor | None = None,
-    max_seqlen_q: int = 1,
+    max_seqlen_q: int | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -472,7 +472,8 @@ def paged_attn(
             most max_blocks * block_size. 0 stands for padding.
         cu_seqlens_q: int32 [batch + 1], where the tokens of each sequence begin in q; None: one
             token a sequence. Values of these three are checked under TKERNELS_DEBUG=1 only.
-        max_seqlen_q: at least the most tokens of a sequence in q; 1 without cu_seqlens_q.
+        max_seqlen_q: at least the most tokens of a sequence in q, given with cu_seqlens_q. What a
+            sequence has past it is not written.
         scale: factor of the scores; None is head_dim ** -0.5.
         window: the query at position p sees keys p - window + 1 to p only.
         softcap: c, scores become c * tanh(score / c); None: no cap.
@@ -493,6 +494,8 @@ def paged_attn(
         out = new_output(_OP, q, name="q")
     tensors: tuple[torch.Tensor, ...] = (q, k_cache, v_cache, block_table, context_lens, out)
     present = ""
+    if max_seqlen_q is None and cu_seqlens_q is None:
+        max_seqlen_q = 1
     for name, t in (("q", cu_seqlens_q), ("s", sinks)):
         if t is not None:
             tensors, present = (*tensors, t), present + name
@@ -502,7 +505,9 @@ def paged_attn(
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
     if run is not None:
         if check.DEBUG:
-            _check_values(q, k_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q, window)
+            _check_values(
+                q, k_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q or 0, window
+            )
         run(q, k_cache, v_cache, block_table, context_lens, out, lse, cu_seqlens_q, sinks)
     return out if lse is None else (out, lse)
 
@@ -622,25 +627,10 @@ def _bind_portable(
         **cfg,
         **options,
     )
-    # Few results are merged by more programs, of which each takes a part of the row.
-    n_results, piece = batch * max_seqlen_q * n_heads, block_d
-    if dev.registers and n_results * block_d // 32 <= 2 * dev.num_cores:
-        piece = min(32, block_d)
-    n_merges = n_results * block_d // piece
-    combine = None
+    combine, n_merges = None, 0
     if splits > 1:
-        combine = bind(
-            _combine_kernel,
-            (min(n_merges, max_programs),),
-            **shared,
-            PIECE=piece,
-            CHUNK=min(next_power_of_2(splits), 32, max(1, 8192 // piece)),
-            SPLITS=splits,
-            MIN_SHARE=cfg["MIN_SHARE"],
-            PDL=cfg["PDL"],
-            **({"num_warps": 1} if dev.registers else {}),
-            **options,
-        )
+        n_results = batch * max_seqlen_q * n_heads
+        combine, n_merges = bind_combine(shared, n_results, cfg, max_programs, options)
     n_parts = n_tokens * n_heads * splits if splits > 1 else 0
     # Scores come with log2(e) in them, or, to be capped, as the argument of tanh.
     log2e = math.log2(math.e)
@@ -665,6 +655,35 @@ def _bind_portable(
 
     # fmt: on
     return run
+
+
+def bind_combine(
+    shared: dict[str, Any],
+    n_results: int,
+    config: Config,
+    max_programs: int,
+    options: dict[str, Any],
+) -> tuple[Callable[..., None], int]:
+    """What merges ``n_results`` results of SPLITS parts each, and its number of tiles."""
+    dev, block_d, splits = device.current(), shared["BLOCK_D"], config["SPLITS"]
+    # Few results are merged by more programs, of which each takes a part of the row.
+    piece = block_d
+    if dev.registers and n_results * block_d // 32 <= 2 * dev.num_cores:
+        piece = min(32, block_d)
+    n_merges = n_results * block_d // piece
+    combine = bind(
+        _combine_kernel,
+        (min(n_merges, max_programs),),
+        **shared,
+        PIECE=piece,
+        CHUNK=min(next_power_of_2(splits), 32, max(1, 8192 // piece)),
+        SPLITS=splits,
+        MIN_SHARE=config["MIN_SHARE"],
+        PDL=config["PDL"],
+        **({"num_warps": 1} if dev.registers else {}),
+        **options,
+    )
+    return combine, n_merges
 
 
 def _check(
@@ -710,7 +729,10 @@ def _check(
     if "s" in given:
         attention.check_sinks(_OP, given["s"], q.shape[1])
     if isinstance(max_seqlen_q, bool) or not isinstance(max_seqlen_q, int) or max_seqlen_q < 0:
-        raise ValueError(f"{_OP}: max_seqlen_q must be an int >= 0, got {describe(max_seqlen_q)}")
+        when = " with cu_seqlens_q" if "q" in given else ""
+        raise ValueError(
+            f"{_OP}: max_seqlen_q must be an int >= 0{when}, got {describe(max_seqlen_q)}"
+        )
     if "q" in given:
         attention.check_offsets(_OP, "cu_seqlens_q", given["q"])
         if given["q"].shape[0] != batch + 1:
