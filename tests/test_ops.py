@@ -68,7 +68,7 @@ def test_guarded_strided(spec: KernelSpec, case: Case, dev: torch.device) -> Non
 
 
 # Asked to be contiguous, which the contract tests hold.
-CONTIGUOUS = {"cos_sin_cache", *kv_format.FIELDS}
+CONTIGUOUS = {"cos_sin_cache", *kv_format.FIELDS, *(f"{w}_{f}" for w in "kv" for f in kv_format.FIELDS)}
 
 
 def _may_be_padded(spec: KernelSpec, name: str, value: Any) -> bool:

@@ -109,7 +109,7 @@ def paged_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
     pool = (num_blocks, block_size, p["num_kv_heads"], p["head_dim"])
     caches = normal(*pool), normal(*pool)
     if p["poison"]:
-        for place, slots in _out_of_sight(p, order, ends):
+        for place, slots in out_of_sight(p, order, ends):
             for cache in caches:
                 cache[place, slots] = math.nan
     n_tokens = p["batch"] if q_lens is None else sum(q_lens)
@@ -130,7 +130,7 @@ def paged_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
     return {**inputs, "return_lse": True} if p["lse"] else inputs
 
 
-def _out_of_sight(p: Problem, order: list[int], ends: list[int]) -> Iterator[tuple[int, slice]]:
+def out_of_sight(p: Problem, order: list[int], ends: list[int]) -> Iterator[tuple[int, slice]]:
     """(block, slots) that no token may read: free blocks, ends of last ones, before windows."""
     block_size = p["block_size"]
     for free in range(ends[-1], len(order)):

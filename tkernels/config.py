@@ -99,7 +99,7 @@ _METADATA: list[Callable[..., tuple[Any, ...]]] = [
     _with_place
     if device.MULTI_DEVICE or device.tensor_device().type == "cpu"
     else _collector(count)
-    for count in range(12)
+    for count in range(22)
 ]
 
 

@@ -1,9 +1,9 @@
 """Make Triton's interpreter compute bfloat16 as hardware does. For tests and tools on the CPU.
 
 Triton keeps bfloat16 as uint16 bit patterns in its interpreter. As of 3.9, ``tl.dot`` multiplies
-these patterns as integers (triton-lang/triton issue 11584), and float32 -> bfloat16 cuts the low
-bits off where every GPU and NPU rounds to nearest even. Both are patched here, not worked around in
-kernels.
+these patterns as integers (triton-lang/triton issue 11584), integers become patterns instead of
+numbers, and float32 -> bfloat16 cuts the low bits off where every GPU and NPU rounds to nearest
+even. All are patched here, not worked around in kernels.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ def correct_bfloat16() -> None:
     original_cast, original_dot = builder.cast_impl, builder.create_dot
 
     def cast(self: Any, src: Any, dst_type: Any) -> Any:
-        pair = (src.dtype.scalar, dst_type.scalar)
-        if pair == (tl.float32, tl.bfloat16):
-            return interpreter.TensorHandle(
-                bf16_bits(src.data).reshape(src.data.shape), tl.bfloat16
-            )
-        if pair == (tl.bfloat16, tl.float32):
-            return interpreter.TensorHandle(
-                f32_values(src.data).reshape(src.data.shape), tl.float32
-            )
+        given, wanted = src.dtype.scalar, dst_type.scalar
+        if given == wanted:
+            return original_cast(self, src, dst_type)
+        if wanted == tl.bfloat16:
+            bits = bf16_bits(src.data.astype(np.float32)).reshape(src.data.shape)
+            return interpreter.TensorHandle(bits, tl.bfloat16)
+        if given == tl.bfloat16:
+            values = f32_values(src.data).reshape(src.data.shape)
+            src = interpreter.TensorHandle(values, tl.float32)
+            return src if wanted == tl.float32 else original_cast(self, src, dst_type)
         return original_cast(self, src, dst_type)
 
     def widened(handle: Any) -> Any:

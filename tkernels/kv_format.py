@@ -390,4 +390,4 @@ def read_positions(
         values = torch.where(held[..., None], values + rows, values)  # stale rows may be NaN
     if cache.is_static:
         return values * cache.scale
-    return values * cache.scale.transpose(1, 2).flatten(0, 1)[positions][..., None]
+    return values * cache.scale.abs().transpose(1, 2).flatten(0, 1)[positions][..., None]

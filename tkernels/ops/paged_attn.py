@@ -374,9 +374,9 @@ def _combine_kernel(
     N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MULTI: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr, EXTRA: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A tile is PIECE values of one head of one token."""
+    """A tile is PIECE values of one head of one token. Parts are EXTRA, then SPLITS at most."""
     pieces: tl.constexpr = BLOCK_D // PIECE
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         d0 = tile % pieces * PIECE
@@ -393,7 +393,8 @@ def _combine_kernel(
             results = (first_token + token).to(tl.int64) * N_HEADS + heads
             part_lse_ptr = part_ptr + n_parts.to(tl.int64) * HEAD_DIM
             acc, top, total = _merge(
-                part_ptr, part_lse_ptr, results, d, used, HEAD_DIM, PIECE, SPLITS, CHUNK)
+                part_ptr, part_lse_ptr, results, d, used + EXTRA, HEAD_DIM, PIECE, SPLITS + EXTRA,
+                CHUNK)
             out, lse = _finish(acc, top, total, sinks_ptr, heads, heads < N_HEADS, HAS_SINKS)
             o_rows = (first_token + token).to(tl.int64) * stride_ot
             o_rows += heads.to(tl.int64) * stride_oh
@@ -505,8 +506,8 @@ def paged_attn(
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
     if run is not None:
         if check.DEBUG:
-            _check_values(
-                q, k_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q or 0, window
+            check_values(
+                _OP, q, k_cache, block_table, context_lens, cu_seqlens_q, max_seqlen_q or 0, window
             )
         run(q, k_cache, v_cache, block_table, context_lens, out, lse, cu_seqlens_q, sinks)
     return out if lse is None else (out, lse)
@@ -664,8 +665,10 @@ def bind_combine(
     max_programs: int,
     options: dict[str, Any],
 ) -> tuple[Callable[..., None], int]:
-    """What merges ``n_results`` results of SPLITS parts each, and its number of tiles."""
+    """What merges ``n_results`` results of SPLITS parts each (and OUTLIER_SPLITS, which
+    paged_attn_quantized has), and its number of tiles."""
     dev, block_d, splits = device.current(), shared["BLOCK_D"], config["SPLITS"]
+    extra = config.get("OUTLIER_SPLITS", 0)
     # Few results are merged by more programs, of which each takes a part of the row.
     piece = block_d
     if dev.registers and n_results * block_d // 32 <= 2 * dev.num_cores:
@@ -676,8 +679,9 @@ def bind_combine(
         (min(n_merges, max_programs),),
         **shared,
         PIECE=piece,
-        CHUNK=min(next_power_of_2(splits), 32, max(1, 8192 // piece)),
+        CHUNK=min(next_power_of_2(splits + extra), 32, max(1, 8192 // piece)),
         SPLITS=splits,
+        EXTRA=extra,
         MIN_SHARE=config["MIN_SHARE"],
         PDL=config["PDL"],
         **({"num_warps": 1} if dev.registers else {}),
@@ -697,8 +701,7 @@ def _check(
     max_seqlen_q: Any,
 ) -> None:
     """All that metadata can tell about the tensors."""
-    attention.check_query(_OP, q)
-    check_shape(_OP, "q", q, n_tokens=None, num_heads=None, head_dim=None)
+    check_call(_OP, q, block_table, context_lens, out, given, max_seqlen_q)
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(_OP, name, t)
         check_shape(
@@ -716,37 +719,52 @@ def _check(
             f"{_OP}: v_cache must have shape {list(k_cache.shape)} as k_cache has, got "
             f"{describe(v_cache)}"
         )
+
+
+def check_call(
+    op: str,
+    q: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    out: torch.Tensor,
+    given: dict[str, torch.Tensor],
+    max_seqlen_q: Any,
+) -> None:
+    """What metadata tells about all but the cache."""
+    attention.check_query(op, q)
+    check_shape(op, "q", q, n_tokens=None, num_heads=None, head_dim=None)
     for name, t in (("context_lens", context_lens), ("block_table", block_table)):
-        check_tensor(_OP, name, t)
-        check_dtype(_OP, name, t, (torch.int32,))
-    check_shape(_OP, "context_lens", context_lens, batch=None)
+        check_tensor(op, name, t)
+        check_dtype(op, name, t, (torch.int32,))
+    check_shape(op, "context_lens", context_lens, batch=None)
     batch = context_lens.shape[0]
-    check_shape(_OP, "block_table", block_table, batch=batch, max_blocks=None)
-    check_last_contiguous(_OP, "context_lens", context_lens)
-    check_last_contiguous(_OP, "block_table", block_table)
-    attention.check_result(_OP, out, q)
-    check_no_overlap(_OP, "out", out)
+    check_shape(op, "block_table", block_table, batch=batch, max_blocks=None)
+    check_last_contiguous(op, "context_lens", context_lens)
+    check_last_contiguous(op, "block_table", block_table)
+    attention.check_result(op, out, q)
+    check_no_overlap(op, "out", out)
     if "s" in given:
-        attention.check_sinks(_OP, given["s"], q.shape[1])
+        attention.check_sinks(op, given["s"], q.shape[1])
     if isinstance(max_seqlen_q, bool) or not isinstance(max_seqlen_q, int) or max_seqlen_q < 0:
         when = " with cu_seqlens_q" if "q" in given else ""
         raise ValueError(
-            f"{_OP}: max_seqlen_q must be an int >= 0{when}, got {describe(max_seqlen_q)}"
+            f"{op}: max_seqlen_q must be an int >= 0{when}, got {describe(max_seqlen_q)}"
         )
     if "q" in given:
-        attention.check_offsets(_OP, "cu_seqlens_q", given["q"])
+        attention.check_offsets(op, "cu_seqlens_q", given["q"])
         if given["q"].shape[0] != batch + 1:
             raise ValueError(
-                f"{_OP}: cu_seqlens_q must have shape [batch + 1 = {batch + 1}], got "
+                f"{op}: cu_seqlens_q must have shape [batch + 1 = {batch + 1}], got "
                 f"{describe(given['q'])}"
             )
         return
     if max_seqlen_q != 1:
-        raise ValueError(f"{_OP}: max_seqlen_q must be 1 without cu_seqlens_q, got {max_seqlen_q}")
-    check_shape(_OP, "q", q, batch=batch, num_heads=None, head_dim=None)
+        raise ValueError(f"{op}: max_seqlen_q must be 1 without cu_seqlens_q, got {max_seqlen_q}")
+    check_shape(op, "q", q, batch=batch, num_heads=None, head_dim=None)
 
 
-def _check_values(
+def check_values(
+    op: str,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -762,19 +780,19 @@ def _check_values(
     counts = [after - before for before, after in itertools.pairwise(starts)]
     if starts[0] != 0 or starts[-1] > len(q) or any(not 0 <= n <= max_seqlen_q for n in counts):
         raise ValueError(
-            f"{_OP}: cu_seqlens_q must rise from 0 to at most {len(q)} by at most max_seqlen_q = "
+            f"{op}: cu_seqlens_q must rise from 0 to at most {len(q)} by at most max_seqlen_q = "
             f"{max_seqlen_q} a sequence, got {describe(starts)}"
         )
     for b, (n, context_len) in enumerate(zip(counts, context_lens.tolist(), strict=True)):
         if not 0 <= context_len <= capacity:
             raise ValueError(
-                f"{_OP}: context_lens must be from 0 to {capacity}, got {context_len} at {b}"
+                f"{op}: context_lens must be from 0 to {capacity}, got {context_len} at {b}"
             )
         first = 0 if window is None else max(context_len - n - window + 1, 0) // block_size
         blocks = block_table[b, first : cdiv(context_len, block_size)]
         if bool(((blocks < 0) | (blocks >= num_blocks)).any()):
             raise ValueError(
-                f"{_OP}: block_table must hold blocks from 0 to {num_blocks - 1}, got "
+                f"{op}: block_table must hold blocks from 0 to {num_blocks - 1}, got "
                 f"{describe(blocks.tolist())} in row {b}"
             )
 
