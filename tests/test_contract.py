@@ -140,7 +140,10 @@ _OTHER_SIZES = {(w, _SIZES) for w in (_shorter, _longer, _narrower, _wider)}
 
 # kernel -> argument -> {(way of spoiling it, why the result is legitimate)}
 ACCEPTED: dict[str, dict[str, set[tuple[Callable[[torch.Tensor], Any], str]]]] = {
-    "append_quantized_kv": {"slots": {(_small_integer, _SMALL)}},
+    "append_quantized_kv": {
+        "k_slots": {(_small_integer, _SMALL)},
+        "v_slots": {(_small_integer, _SMALL)},
+    },
     "merge_attn_states": {
         name: {(_strided_last, _ANY_STRIDES)} for name in ("lse_a", "lse_b", "lse_out")
     },

@@ -138,11 +138,46 @@ def test_bytes_by_hand() -> None:
         ({"mode": "int8_static"}, r"static_scale must be fp32 \[num_kv_heads=2, .* got None"),
         ({"residual_format": "e4m3"}, "residual_format must be one of .*, got 'e4m3'"),
         ({"residual_block": 8}, "residual_block must be 16 or 32 and divide .* = 32, got 8"),
+        ({"tau": "0.01"}, r"tau must be a number or fp32 \[num_kv_heads=2\], got '0.01' \(str\)"),
+        ({"tau": [0.1, 0.1]}, r"tau must be a number or fp32 .*, got \[0.1, 0.1\] \(list\)"),
+        ({"outlier_share": "all"}, "outlier_share must be a number above 0, got 'all'"),
+        (
+            {"mode": "int8_static", "static_scale": 1.0},
+            r"static_scale must be fp32 .* got 1.0 \(float\)",
+        ),
     ],
 )
 def test_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"^allocate_quantized: {words}"):
         cache_of(8, **change)
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("size", [-1, 2.0, "2", True])
+def test_sizes_that_are_none_are_refused(place: int, size: Any) -> None:
+    sizes: list[Any] = [2, 4, 2, 64]
+    sizes[place] = size
+    name = ("num_blocks", "block_size", "num_kv_heads", "head_dim")[place]
+    words = f"^allocate_quantized: {name} must be an int from {int(place > 0)} on, got {size!r}$"
+    with pytest.raises(ValueError, match=words):
+        allocate_quantized(*sizes, tau=0.1)
+    if place:
+        sizes[place] = 0
+        with pytest.raises(ValueError, match=f"{name} must be an int from 1 on, got 0"):
+            allocate_quantized(*sizes, tau=0.1)
+
+
+def test_a_cache_without_blocks() -> None:
+    assert allocate_quantized(0, 4, 2, 64, tau=0.1).codes.shape == (0, 4, 2, 64)
+
+
+def test_static_scales_are_multiplied_by_their_inverse() -> None:
+    """1 / 3 is rounded, and so is the product with it; what is too small to invert counts as 0."""
+    scale = torch.tensor([[3.0, 3.0, 0.0, 1e-40]])
+    codes, _, rest, _ = quantize_ref(torch.tensor([[1.0, 10.0, 5.0, 5.0]]), scale)
+    third = torch.tensor(1.0) / torch.tensor(3.0)
+    assert codes[0].tolist() == [0, 3, 0, 0]
+    assert rest[0].tolist() == [float(third), float(10.0 * third - 3.0), 0.0, 0.0]
 
 
 @pytest.mark.parametrize("dim", [40, 80])

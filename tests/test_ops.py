@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tkernels
-from tkernels import config, device, kv_format
+from tkernels import config, device
 from tkernels.registry import Case, KernelSpec, all_kernels
 from tkernels.rows import ROW_FIELDS, row_layout
 from tkernels.testing import (
@@ -16,6 +16,7 @@ from tkernels.testing import (
     assert_right,
     clone_inputs,
     guarded,
+    may_be_padded,
     tensors_of,
     written_by,
 )
@@ -52,9 +53,7 @@ def test_equals_reference(spec: KernelSpec, case: Case, dev: torch.device) -> No
 def test_guarded_strided(spec: KernelSpec, case: Case, dev: torch.device) -> None:
     """Padded rows of NaN round every tensor: nothing is read from or written to the gaps."""
     plain = spec.make_inputs(case.problem, dev)
-    padded = {
-        name: guarded(value) for name, value in plain.items() if _may_be_padded(spec, name, value)
-    }
+    padded = {name: guarded(value) for name, value in plain.items() if may_be_padded(name, value)}
     inputs = {**clone_inputs(plain), **{name: g.tensor for name, g in padded.items()}}
     reference = tensors_of(spec.reference(**clone_inputs(plain)))
     outs = {
@@ -65,14 +64,6 @@ def test_guarded_strided(spec: KernelSpec, case: Case, dev: torch.device) -> Non
     assert_right(spec, plain, got)
     for name, g in {**padded, **outs}.items():
         g.check(f"{spec.name}: {name}")
-
-
-# Asked to be contiguous, which the contract tests hold.
-CONTIGUOUS = {"cos_sin_cache", *kv_format.FIELDS, *(f"{w}_{f}" for w in "kv" for f in kv_format.FIELDS)}
-
-
-def _may_be_padded(spec: KernelSpec, name: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() >= 2 and name not in CONTIGUOUS
 
 
 @each_case
@@ -127,7 +118,7 @@ def test_operator_promises_the_strides_that_come(
 ) -> None:
     """Results are contiguous, also of an argument that is not; a compiled graph relies on it."""
     inputs = spec.make_inputs(case.problem, dev)
-    inputs = {n: v if n in kv_format.FIELDS else reordered(v) for n, v in inputs.items()}
+    inputs = {n: reordered(v) if may_be_padded(n, v) else v for n, v in inputs.items()}
     first = next(n for n, v in inputs.items() if isinstance(v, torch.Tensor))
     if spec.problem_fields[0] == "n_outer" and inputs[first].dim() == 2:
         inputs = {

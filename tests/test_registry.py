@@ -17,6 +17,7 @@ import torch
 
 import tkernels
 from tkernels import device, reference, registry
+from tkernels.kv_format import FIELDS
 from tkernels.registry import Case, Config, KernelSpec, all_kernels, get, op, register
 from tkernels.testing import assert_right, result_names, tensors_of
 
@@ -86,16 +87,15 @@ def test_everything_but_kernels_is_annotated(path: Path) -> None:
 
 @each_spec
 def test_exported(spec: KernelSpec) -> None:
-    line = f"from tkernels.ops.{spec.name} import {spec.name}"
-    assert spec.name in tkernels.__all__, (
-        f'tkernels/__init__.py lacks the line "{line}" or the name in __all__'
-    )
-    assert getattr(tkernels, spec.name) is spec.launch
-    line = f"from tkernels.ops.{spec.name} import {spec.name}_ref as {spec.name}"
-    assert spec.name in reference.__all__, (
-        f'tkernels/reference.py lacks the line "{line}" or the name in __all__'
-    )
-    assert getattr(reference, spec.name) is spec.reference
+    home = spec.public_module or f"tkernels.ops.{spec.name}"
+    for module, end in ((tkernels, ""), (reference, "_ref")):
+        line = f"from {home} import {spec.name}{end}" + f" as {spec.name}" * bool(end)
+        assert spec.name in module.__all__, (
+            f'{module.__name__} lacks the line "{line}" or the name in __all__'
+        )
+        public = getattr(importlib.import_module(home), f"{spec.name}{end}")
+        assert getattr(module, spec.name) is public
+        assert spec.public_module or public in (spec.launch, spec.reference)
 
 
 def test_exports_exist() -> None:
@@ -221,14 +221,16 @@ def test_cost_counts_the_bytes_that_must_move(spec: KernelSpec, dev: torch.devic
             moved["qkv"] = moved["qkv"] * (hq + hk) // (hq + 2 * hk)
         if "slot_mapping" in tensors:  # skipped tokens and the width of a slot are not known
             moved["slot_mapping"] = 8 * len(tensors["slot_mapping"])
-            new = [t for n, t in tensors.items() if n in ("k", "v", "x")]
+            new = [t for n, t in tensors.items() if n in ("k", "v")]
             moved["written"] = sum(t.numel() * t.itemsize for t in new)
-        if "slot_mapping" in tensors and "codes" in tensors:  # a code a number, scale, slot
-            vectors, static = new[0].numel() // new[0].shape[-1], tensors["scale"].dim() == 2
-            moved["written"] = new[0].numel()
-            moved["scale"] = tensors["scale"].nbytes if static else 4 * vectors
-            moved["free_slots"] = 0  # where a token is an outlier
-            moved["slots"] = 2 * vectors if tensors["slots"].numel() else 0
+        for which in "kv" if "k_codes" in tensors else "":  # a code a number, scale, slot
+            cache = {field: tensors[f"{which}_{field}"] for field in FIELDS}
+            x, static = tensors[which], cache["scale"].dim() == 2
+            vectors = x.numel() // x.shape[-1]
+            moved["written"] -= x.numel() * (x.itemsize - 1)
+            moved[f"{which}_scale"] = cache["scale"].nbytes if static else 4 * vectors
+            moved[f"{which}_free_slots"] = 0  # where a token is an outlier
+            moved[f"{which}_slots"] = 2 * vectors if cache["slots"].numel() else 0
         if "block_table" in tensors:  # what is out of sight is NaN there
             caches = {n: t for n, t in tensors.items() if n in ("k_cache", "v_cache")}
             moved |= {n: int((~t.isnan()).sum()) * t.itemsize for n, t in caches.items()}

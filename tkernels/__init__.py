@@ -11,7 +11,6 @@ from tkernels.config import force_config
 from tkernels.device import UnsupportedError
 from tkernels.kv_format import QuantizedKV, allocate_quantized
 from tkernels.ops.append_paged_kv import append_paged_kv
-from tkernels.ops.append_quantized_kv import append_quantized_kv
 from tkernels.ops.flash_attn import flash_attn
 from tkernels.ops.fp4_dequant import fp4_dequant
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
@@ -22,6 +21,7 @@ from tkernels.ops.release_residual_slots import release_residual_slots
 from tkernels.ops.rms_norm import rms_norm
 from tkernels.ops.rope import rope
 from tkernels.ops.silu_and_mul import silu_and_mul
+from tkernels.quantized import append_quantized_kv
 from tkernels.rope_table import build_cos_sin_cache
 
 __version__ = "0.1.0"

@@ -223,6 +223,18 @@ def why_unusable(
     return spec.why_illegal(config, problem, dev)
 
 
+def why_no_launch(config: Config, dev: device.Device, *sizes: str) -> str | None:
+    """What no kernel can be launched with: ``sizes`` name the config's tile sizes."""
+    for name in sizes:
+        if config[name] < 1 or config[name] & (config[name] - 1):
+            return f"{name}={config[name]} is not a power of two"
+    if dev.registers and config["num_warps"] not in (1, 2, 4, 8, 16, 32):
+        return f"num_warps={config['num_warps']} is not of 1, 2, 4, 8, 16, 32"
+    if not dev.registers and config["programs_per_core"] < 1:  # a vector unit: no threads
+        return "programs_per_core must be 1 or more on an NPU (the grid is bounded)"
+    return None
+
+
 def full_space(spec: KernelSpec, dev: device.Device) -> dict[str, list[Any]]:
     """``spec.space(dev)``, and the options that any config for an Ascend chip may set."""
     return {**spec.space(dev), **(ASCEND_OPTIONS if dev.is_npu else {})}

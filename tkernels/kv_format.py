@@ -135,8 +135,16 @@ def allocate_quantized(
     """An empty cache.
 
     Args:
-        mode: of ``MODES``, not "none".
-        tau: for residuals: a number, or fp32 [num_kv_heads], from calibration.
+        num_blocks: blocks of ``block_size`` tokens; 0 is an empty cache.
+        block_size, num_kv_heads, head_dim: 1 or more; head_dim divides by 32 for residuals.
+        mode: what a token and KV head has, head_dim codes of 8 bits in each:
+            int8: a scale of its own, from its largest number;
+            int8_static: none, as each channel has one from calibration;
+            int8_fp4: as int8, and the rounding errors in 4 bits where they are large;
+            int8_static_fp4: as int8_static, and such errors.
+            ("none", the fifth of ``MODES``, is a cache that is not quantised, which is none.)
+        tau: for residuals, how large an error e is large: a number, or [num_kv_heads] of them, from
+            calibration.
         static_scale: for static modes: fp32 [num_kv_heads, head_dim], all above 0 (which would have
             to be waited for, and is not looked at), copied.
         outlier_share: slots in the pool, as a share of positions; at most 65535 a KV head.
@@ -150,12 +158,18 @@ def allocate_quantized(
     name = "allocate_quantized"
     if mode not in MODES[1:]:
         raise ValueError(f"{name}: mode must be one of {', '.join(MODES[1:])}, got {mode!r}")
+    sizes = {"block_size": block_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    for argument, size in {"num_blocks": num_blocks, **sizes}.items():
+        least = 0 if argument == "num_blocks" else 1
+        if type(size) is not int or size < least:
+            raise ValueError(f"{name}: {argument} must be an int from {least} on, got {size!r}")
     shape = (num_blocks, num_kv_heads, block_size)
     codes = torch.zeros(
         (num_blocks, block_size, num_kv_heads, head_dim), dtype=torch.int8, device=device
     )
     if "static" in mode:
-        if static_scale is None or static_scale.shape != (num_kv_heads, head_dim):
+        wanted = (num_kv_heads, head_dim)
+        if not isinstance(static_scale, torch.Tensor) or static_scale.shape != wanted:
             raise ValueError(
                 f"{name}: static_scale must be fp32 [num_kv_heads={num_kv_heads}, "
                 f"head_dim={head_dim}] for mode {mode}, got {describe(static_scale)}"
@@ -167,14 +181,17 @@ def allocate_quantized(
         return QuantizedKV(codes, scale)
     if tau is None:
         raise ValueError(f"{name}: tau must be given for mode {mode}, got None")
-    threshold = tau if isinstance(tau, torch.Tensor) else torch.tensor(float(tau))
-    if threshold.dim() > 1 or threshold.numel() not in (1, num_kv_heads):
+    if isinstance(tau, torch.Tensor):
+        good = tau.dim() <= 1 and tau.numel() in (1, num_kv_heads)
+    else:
+        good = _is_number(tau)
+    if not good:
         raise ValueError(
             f"{name}: tau must be a number or fp32 [num_kv_heads={num_kv_heads}], "
             f"got {describe(tau)}"
         )
-    if not 0 < outlier_share < math.inf:
-        raise ValueError(f"{name}: outlier_share must be a number above 0, got {outlier_share}")
+    if not _is_number(outlier_share) or not 0 < outlier_share < math.inf:
+        raise ValueError(f"{name}: outlier_share must be a number above 0, got {outlier_share!r}")
     if head_dim % 32:
         raise ValueError(f"{name}: head_dim must divide by 32 for mode {mode}, got {head_dim}")
     if residual_format not in MANTISSA_BITS:
@@ -189,6 +206,7 @@ def allocate_quantized(
             f"got {block}"
         )
     n = min(MOST_SLOTS, max(1, round(outlier_share * num_blocks * block_size)))
+    threshold = tau if isinstance(tau, torch.Tensor) else torch.tensor(float(tau))
     taus = torch.empty(num_kv_heads, dtype=torch.float32, device=device)
     return QuantizedKV(
         codes,
@@ -206,10 +224,15 @@ def allocate_quantized(
     )
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 # ---- int8 ------------------------------------------------------------------------------------
 
 
 LEAST_ABSMAX = 2.0**-100  # below it 127 / absmax could overflow: such a vector counts as zero
+LEAST_SCALE = 2.0**-126  # below it 1 / scale could overflow: all of such a channel counts as zero
 
 
 def quantize_ref(
@@ -219,6 +242,10 @@ def quantize_ref(
 
     scale is [..., num_kv_heads] where it is dynamic, else ``static_scale`` [num_kv_heads,
     head_dim]. ``rest`` is x / scale - code, fp32, and ``error`` e, fp32 [..., num_kv_heads].
+
+    x / scale is computed as x * (127 / absmax) where the scale is dynamic, and as x * (1 / scale)
+    where it is static, each quotient and each product rounded to fp32: a division a vector, or a
+    channel, and none a number.
     """
     x = x.float()
     if static_scale is None:
@@ -230,7 +257,9 @@ def quantize_ref(
         steps = x * torch.where(absmax > 0, most / absmax, 0.0)
     else:
         scale = full = static_scale
-        steps = torch.where(scale > 0, x / scale, 0.0)
+        usable = scale >= LEAST_SCALE
+        one = torch.ones_like(scale, dtype=torch.float32)
+        steps = x * torch.where(usable, one / torch.where(usable, scale, one), 0.0)
     rounded = steps.clamp(-127.0, 127.0).round()  # half to even
     rest = steps - rounded
     # A dynamic scale cancels, and so do sizes whose squares would leave fp32.

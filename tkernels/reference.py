@@ -5,7 +5,6 @@ Arguments are not checked here: what is refused there may give an error of PyTor
 """
 
 from tkernels.ops.append_paged_kv import append_paged_kv_ref as append_paged_kv
-from tkernels.ops.append_quantized_kv import append_quantized_kv_ref as append_quantized_kv
 from tkernels.ops.flash_attn import flash_attn_ref as flash_attn
 from tkernels.ops.fp4_dequant import fp4_dequant_ref as fp4_dequant
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm_ref as fused_add_rms_norm
@@ -18,6 +17,7 @@ from tkernels.ops.release_residual_slots import (
 from tkernels.ops.rms_norm import rms_norm_ref as rms_norm
 from tkernels.ops.rope import rope_ref as rope
 from tkernels.ops.silu_and_mul import silu_and_mul_ref as silu_and_mul
+from tkernels.quantized import append_quantized_kv_ref as append_quantized_kv
 
 __all__ = [
     "append_paged_kv",

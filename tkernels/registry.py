@@ -78,6 +78,7 @@ class KernelSpec:
     # What is compared, of the arguments after a call, in place of the mutated ones: for states that
     # say the same in more than one way.
     compared: Callable[[Mapping[str, Any]], tuple[torch.Tensor, ...]] | None = None
+    public_module: str = ""  # where the function that users call is, if that is not ``launch``
     providers: Callable[[dict[str, Any]], dict[str, Callable[[], Any]]] | None = (
         None  # peers, for bench
     )

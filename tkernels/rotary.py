@@ -21,7 +21,7 @@ from tkernels.check import (
     check_tensor,
     describe,
 )
-from tkernels.config import resolve
+from tkernels.config import resolve, why_no_launch
 from tkernels.device import Device, Kernel, bind, cdiv, next_power_of_2
 from tkernels.registry import Case, Config, KernelSpec, Problem
 from tkernels.rope_table import build_cos_sin_cache
@@ -349,21 +349,17 @@ def default_config(problem: Problem, dev: Device, *, norm: bool = False) -> Conf
 
 def why_illegal(config: Config, problem: Problem, dev: Device, *, norm: bool = False) -> str | None:
     """Reason why a rotary tile does not fit ``dev``, or None."""
+    if why := why_no_launch(config, dev, "BLOCK_HEADS"):
+        return why
     block_heads = config["BLOCK_HEADS"]
-    if block_heads < 1 or block_heads & (block_heads - 1):
-        return f"BLOCK_HEADS={block_heads} is not a power of two"
     if block_heads > next_power_of_2(problem["q_heads"]):
         return f"BLOCK_HEADS={block_heads} is more than {problem['q_heads']} q heads need"
     if dev.is_npu:
         need = _npu_bytes(problem, block_heads, norm)
         if need > dev.local_mem_bytes:
             return f"the tile needs about {need} bytes of UB, {dev.local_mem_bytes} available"
-        if config["programs_per_core"] < 1:
-            return "programs_per_core must be 1 or more on an NPU (the grid is bounded)"
         return None
     warps = config["num_warps"]
-    if warps not in (1, 2, 4, 8, 16, 32):
-        return f"num_warps={warps} is not of 1, 2, 4, 8, 16, 32"
     pairs, tail = _pairs_and_tail(problem, block_heads)
     registers = ((3 if norm else 2) * pairs + tail) // (warps * 32)
     if registers > 150:

@@ -22,7 +22,7 @@ from tkernels.check import (
     check_tensor,
     describe,
 )
-from tkernels.config import resolve
+from tkernels.config import resolve, why_no_launch
 from tkernels.device import Device, Kernel, bind, cdiv, next_power_of_2
 from tkernels.registry import Case, Config, KernelSpec, Problem
 
@@ -193,20 +193,15 @@ def row_space(dev: Device) -> dict[str, list[int]]:
 
 def why_illegal_rows(config: Config, problem: Problem, dev: Device, *, live: int) -> str | None:
     """Reason why a row tile does not fit ``dev``, or None."""
-    for name in ("BLOCK_ROWS", "BLOCK_N"):
-        if config[name] < 1 or config[name] & (config[name] - 1):
-            return f"{name}={config[name]} is not a power of two"
+    if why := why_no_launch(config, dev, "BLOCK_ROWS", "BLOCK_N"):
+        return why
     elements = config["BLOCK_ROWS"] * config["BLOCK_N"]
     if dev.is_npu:
         need = elements * _npu_bytes(problem, live)
         if need > dev.local_mem_bytes:
             return f"the tile needs about {need} bytes of UB, {dev.local_mem_bytes} available"
-        if config["programs_per_core"] < 1:
-            return "programs_per_core must be 1 or more on an NPU (the grid is bounded)"
         return None
     warps = config["num_warps"]
-    if warps not in (1, 2, 4, 8, 16, 32):
-        return f"num_warps={warps} is not of 1, 2, 4, 8, 16, 32"
     registers = elements * live // (warps * 32)
     if registers > 160:
         return f"about {registers} of 255 registers a thread would hold the tile alone"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tkernels import device
+from tkernels import device, kv_format
 from tkernels.registry import KernelSpec
 
 # (largest relative error of an element, relative error of the whole), by output dtype. An element
@@ -141,6 +141,16 @@ def guarded(
     tensor = buffer.as_strided(shape, strides[len(strides) - len(shape) :], band)
     tensor.copy_(values)
     return Guarded(tensor, buffer, buffer.clone())
+
+
+# Arguments that are asked to be contiguous, which the contract tests hold.
+_CONTIGUOUS = {"cos_sin_cache", *kv_format.FIELDS}
+_CONTIGUOUS |= {f"{which}_{field}" for which in "kv" for field in kv_format.FIELDS}
+
+
+def may_be_padded(name: str, value: Any) -> bool:
+    """Whether the argument ``name`` may be a ``guarded`` tensor."""
+    return isinstance(value, torch.Tensor) and value.dim() >= 2 and name not in _CONTIGUOUS
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tkernels import device
 from tkernels import offline_ascend as bisheng
-from tkernels.kv_format import FIELDS
 from tkernels.offline import Variant, record_launches, variant_of
 from tkernels.offline_ascend import Verdict, lower, scalar_memory_loops
 from tkernels.registry import Case, KernelSpec, all_kernels
@@ -26,6 +25,7 @@ from tkernels.testing import (
     bytes_of,
     clone_inputs,
     guarded,
+    may_be_padded,
     poisoned_memory,
     tensors_of,
 )
@@ -61,9 +61,6 @@ class Compiled:
     variant: Variant
     linalg: str
     verdict: Verdict
-
-
-CONTIGUOUS = {"cos_sin_cache", *FIELDS}  # asked to be
 
 
 @functools.cache
@@ -159,7 +156,7 @@ def test_values_between_gaps(spec: KernelSpec, case: Case) -> None:
     padded = {
         name: guarded(value).tensor
         for name, value in {**plain, **outs}.items()
-        if isinstance(value, torch.Tensor) and value.dim() >= 2 and name not in CONTIGUOUS
+        if may_be_padded(name, value)
     }
     _run_and_compare(spec, {**plain, **padded}, set(outs))
 

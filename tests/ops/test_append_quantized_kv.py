@@ -9,12 +9,12 @@ import torch
 
 import tkernels
 from tkernels.kv_format import (
+    MODES,
     NO_SLOT,
     QuantizedKV,
     allocate_quantized,
     append_quantized_ref,
     dequantize_cache,
-    fields,
     quantize_ref,
     release_residuals_ref,
 )
@@ -35,8 +35,13 @@ def outliers(dev: torch.device, tokens: int, seed: int = 0) -> torch.Tensor:
     return x.to(dev)
 
 
+def copy_of(cache: QuantizedKV) -> QuantizedKV:
+    return cache._replace(**{name: t.clone() for name, t in cache.tensors().items()})
+
+
 def append(x: torch.Tensor, cache: QuantizedKV, places: torch.Tensor, **more: Any) -> None:
-    tkernels.append_quantized_kv(x, *fields(cache), places, **more)
+    """x as values, beside keys that nobody looks at."""
+    tkernels.append_quantized_kv(2.0 - x.flip(0), x, copy_of(cache), cache, places, **more)
 
 
 def release(cache: QuantizedKV, blocks: torch.Tensor) -> None:
@@ -174,15 +179,87 @@ def test_a_threshold_below_zero_keeps_all(dev: torch.device) -> None:
     assert int(mine.free_count[0]) == 13
 
 
-def test_pool_arguments_that_do_not_go_together(dev: torch.device) -> None:
-    cache, places = cache_of(dev), torch.arange(1, device=dev)
+def cache_for(x: torch.Tensor, mode: str, most: int, slots: int) -> QuantizedKV:
+    """``slots`` a head, and thresholds that ``most`` tokens of x stay below."""
+    scale = x.abs().amax(0) / 100 if "static" in mode else None
+    _, _, _, error = quantize_ref(x, scale)
+    tau = error.sort(0).values[most - 1 : most + 1].mean(0)
+    return cache_of(x.device, mode=mode, static_scale=scale, tau=tau, outlier_share=slots / 16)
+
+
+@pytest.mark.parametrize(
+    ("mode", "compiled"),
+    [*((mode, False) for mode in MODES[1:]), ("int8", True), ("int8_static_fp4", True)],
+)
+def test_k_and_v_have_caches_of_their_own(mode: str, compiled: bool, dev: torch.device) -> None:
+    """All that a cache has equals the reference's, which appends one after the other."""
+    k, v = outliers(dev, 7, seed=1), outliers(dev, 14, seed=2).flip(-1)[::2]
+    k[::2, 0, 5], v[1::3, :, -6] = 3.0, 1.0
+    places = torch.tensor([3, 9, -1, 0, 15, 7, 11], device=dev)
+    slots = 16 if compiled else 1  # several tiles agree on what is dropped where that is nothing
+    mine, theirs = ([cache_for(k, mode, 5, slots), cache_for(v, mode, 1, slots)] for _ in range(2))
+    for _, v_cache in (mine, theirs):
+        if v_cache.free_slots is not None:
+            v_cache.free_slots.copy_(v_cache.free_slots.flip(1))
+
+    def call(k_cache: QuantizedKV, v_cache: QuantizedKV) -> None:
+        # One tile, so that slots are taken in the order of tokens on any device.
+        config = {"BLOCK_T": 8, "programs_per_core": 0, "num_warps": 1}
+        more: Any = {} if compiled else {"config": config}
+        tkernels.append_quantized_kv(k, v, k_cache, v_cache, places, **more)
+
+    if compiled:
+        torch.compile(call, fullgraph=True, backend="aot_eager")(*mine)
+        torch._dynamo.reset()
+    else:
+        call(*mine)
+    tkernels.reference.append_quantized_kv(k, v, *theirs, places)
+    for got, expected in zip(mine, theirs, strict=True):
+        assert torch.equal(got.codes, expected.codes)
+        torch.testing.assert_close(got.scale, expected.scale)
+        torch.testing.assert_close(dequantize_cache(got), dequantize_cache(expected))
+        for name in ("free_count", "dropped") if "fp4" in mode else ():
+            assert torch.equal(getattr(got, name), getattr(expected, name)), name
+        if "fp4" in mode and not compiled:
+            assert torch.equal(got.slots, expected.slots)
+    if "fp4" in mode:  # and K's differ from V's
+        for name in ("slots", "tau") if compiled else ("slots", "tau", "dropped"):
+            assert not torch.equal(getattr(mine[0], name), getattr(mine[1], name)), name
+
+
+def test_arguments_that_do_not_go_together(dev: torch.device) -> None:
+    k_cache, v_cache, places = cache_of(dev), cache_of(dev), torch.arange(1, device=dev)
     x = outliers(dev, 1)
-    assert cache.free_count is not None
-    with pytest.raises(ValueError, match="dropped must be another tensor than free_count"):
-        append(x, cache._replace(dropped=cache.free_count), places)
+
+    def refused(words: str, v: torch.Tensor = x, **caches: Any) -> None:
+        given = {"k_cache": k_cache, "v_cache": v_cache, **caches}
+        with pytest.raises((TypeError, ValueError), match=f"^append_quantized_kv: {words}"):
+            tkernels.append_quantized_kv(x, v, **given, slot_mapping=places)
+
+    refused("v_cache must be another cache than k_cache, got one for both", v_cache=k_cache)
+    refused(r"k_cache must be a QuantizedKV, got .*\(list\)", k_cache=[k_cache])
+    other = cache_of(dev, residual_format="e3m0")
+    refused("v_cache must have residual_format 'e2m1' as k_cache has, got 'e3m0'", v_cache=other)
+    refused(
+        "k_cache must have a residual_format of e1m2, e2m1, e3m0, got 'e4m3'",
+        k_cache=k_cache._replace(residual_format="e4m3"),
+    )
+    refused(
+        r"v_slots must be int16 \[4, 2, 4\] as k_slots is, got int16 \[0\]",
+        v_cache=cache_of(dev, mode="int8"),
+    )
+    refused(r"v_codes must be int8 \[4, 4, 2, 64\] as k_codes is", v_cache=cache_of(dev, 12))
+    refused(r"v must be float32 \[1, 2, 64\] as k is, got float16 \[1, 2, 64\]", v=x.half())
+    for name, one in (("dropped", "free_count"), ("free_count", "free_count")):
+        refused(
+            f"v_{name} must be another tensor than k_{one}, got one for both",
+            v_cache=v_cache._replace(**{name: getattr(k_cache, one)}),
+        )
     none = torch.empty(0, dtype=torch.int16, device=dev)
-    with pytest.raises(ValueError, match=r"slots must have shape .* where residual is given"):
-        append(x, cache._replace(slots=none), places)
+    refused(
+        r"k_slots must have shape .* where k_residual is given",
+        k_cache=k_cache._replace(slots=none),
+    )
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from tkernels.check import (
     check_tensor,
     describe,
 )
-from tkernels.config import planned, resolve
+from tkernels.config import planned, resolve, why_no_launch
 from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
 
@@ -374,20 +374,15 @@ def _default_config(problem: Problem, dev: Device) -> Config:
 
 
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
-    for name in ("BLOCK_HEADS", "BLOCK_D"):
-        if config[name] < 1 or config[name] & (config[name] - 1):
-            return f"{name}={config[name]} is not a power of two"
+    if why := why_no_launch(config, dev, "BLOCK_HEADS", "BLOCK_D"):
+        return why
     elements = config["BLOCK_HEADS"] * config["BLOCK_D"]
     size = 2 * elements * problem["dtype"].itemsize  # K and V
     if not dev.registers:  # a vector unit: no threads
         if 2 * size > dev.local_mem_bytes:  # the compiler doubles the buffers of a loop
             return f"two buffers of K and V need {2 * size} bytes, UB has {dev.local_mem_bytes}"
-        if config["programs_per_core"] < 1:
-            return "programs_per_core must be 1 or more on an NPU (the grid is bounded)"
         return None
     warps = config["num_warps"]
-    if warps not in (1, 2, 4, 8, 16, 32):
-        return f"num_warps={warps} is not of 1, 2, 4, 8, 16, 32"
     registers = size // 4 // (warps * 32)
     if registers > 128:
         return f"about {registers} of 255 registers a thread would hold K and V alone"

@@ -26,7 +26,7 @@ from tkernels.check import (
     check_tensor,
     describe,
 )
-from tkernels.config import planned, resolve
+from tkernels.config import planned, resolve, why_no_launch
 from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
 from tkernels.kv_format import FORMATS, fp4_dequantize_ref, fp4_quantize_ref, quantize_ref
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
@@ -284,22 +284,15 @@ def _default_config(problem: Problem, dev: Device) -> Config:
 
 
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
-    rows = config["BLOCK_ROWS"]
-    if rows < 1 or rows & (rows - 1):
-        return f"BLOCK_ROWS={rows} is not a power of two"
-    elements = _elements(problem, rows)
+    if why := why_no_launch(config, dev, "BLOCK_ROWS"):
+        return why
+    elements = _elements(problem, config["BLOCK_ROWS"])
     if not dev.registers:  # a vector unit: no threads
-        if config["programs_per_core"] < 1:
-            return "programs_per_core must be 1 or more on an NPU (the grid is bounded)"
         if elements * 24 > dev.local_mem_bytes:  # six arrays of half the channels, twice
             return f"{elements * 24} bytes are in use at once, UB has {dev.local_mem_bytes}"
         return None
-    warps = config["num_warps"]
-    if warps not in (1, 2, 4, 8, 16, 32):
-        return f"num_warps={warps} is not of 1, 2, 4, 8, 16, 32"
-    if elements // (32 * warps) > 64:
-        return f"{elements // (32 * warps)} channels a thread would not fit its registers"
-    return None
+    a_thread = elements // (32 * config["num_warps"])
+    return f"{a_thread} channels a thread would not fit its registers" if a_thread > 64 else None
 
 
 def _cost(problem: Problem) -> Cost:

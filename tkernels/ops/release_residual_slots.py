@@ -25,7 +25,7 @@ from tkernels.check import (
     check_tensor,
     describe,
 )
-from tkernels.config import planned, resolve
+from tkernels.config import planned, resolve, why_no_launch
 from tkernels.device import Device, bind, current, next_power_of_2, tl, triton
 from tkernels.kv_format import MOST_SLOTS, NO_SLOT, release_slots_ref
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
@@ -268,18 +268,11 @@ def _default_config(problem: Problem, dev: Device) -> Config:
 
 
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
-    block_b = config["BLOCK_B"]
-    if block_b < 1 or block_b & (block_b - 1):
-        return f"BLOCK_B={block_b} is not a power of two"
-    cells = block_b * max(2, next_power_of_2(problem["block_size"]))
-    if dev.registers and config["num_warps"] not in (1, 2, 4, 8, 16, 32):
-        return f"num_warps={config['num_warps']} is not of 1, 2, 4, 8, 16, 32"
+    if why := why_no_launch(config, dev, "BLOCK_B"):
+        return why
+    cells = config["BLOCK_B"] * max(2, next_power_of_2(problem["block_size"]))
     most = 16384 if dev.registers else _MOST_ON_NPU
-    if cells > most:
-        return f"{cells} positions at a time are more than {most}"
-    if not dev.registers and config["programs_per_core"] < 1:
-        return "programs_per_core must be 1 or more on an NPU (the grid is bounded)"
-    return None
+    return f"{cells} positions at a time are more than {most}" if cells > most else None
 
 
 def _cost(problem: Problem) -> Cost:

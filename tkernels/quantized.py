@@ -1,0 +1,78 @@
+"""The quantised cache as its users call it, with ``QuantizedKV`` where launches take tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from tkernels.check import describe
+from tkernels.kv_format import MANTISSA_BITS, QuantizedKV, append_quantized_ref, fields
+from tkernels.ops.append_quantized_kv import append_quantized_kv as _launch
+from tkernels.registry import Config
+
+
+def append_quantized_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: QuantizedKV,
+    v_cache: QuantizedKV,
+    slot_mapping: torch.Tensor,
+    *,
+    config: Config | None = None,
+) -> None:
+    """Quantise each token's key and value into its place of the caches, in place.
+
+    Args:
+        k: [n_tokens, num_kv_heads, head_dim], fp32, bf16 or fp16, any token and head strides. A
+            vector with a NaN or infinity gets the scale NaN, so that it reads as NaN; static scales
+            have no place for that, and its codes there mean nothing.
+        v: shape and dtype of ``k``, own strides.
+        k_cache: of ``allocate_quantized``, for num_kv_heads and head_dim of ``k``. Written.
+        v_cache: another one of the mode, sizes and residual format of ``k_cache``. Written.
+        slot_mapping: [n_tokens], int32 or int64: block * block_size + offset. Places below 0 and
+            past the cache are skipped; no two tokens may share one, nor may two launches write
+            one place at a time: its pool slot is then undefined, and a launch on a GPU may hang.
+        config: launch config; None looks it up.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device. A
+            tensor of a cache is called by both names: ``v_codes`` is ``v_cache.codes``.
+    """
+    bits = _mantissa_bits(k_cache, v_cache)
+    of_k, of_v = fields(k_cache), fields(v_cache)  # nine tensors each
+    _launch(k, v, *of_k, *of_v, slot_mapping, mantissa_bits=bits, config=config)  # type: ignore
+
+
+def append_quantized_kv_ref(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: QuantizedKV,
+    v_cache: QuantizedKV,
+    slot_mapping: torch.Tensor,
+    *,
+    config: Config | None = None,
+) -> None:
+    """PyTorch version of ``append_quantized_kv``."""
+    _mantissa_bits(k_cache, v_cache)
+    append_quantized_ref(k, k_cache, slot_mapping)
+    append_quantized_ref(v, v_cache, slot_mapping)
+
+
+def _mantissa_bits(k_cache: QuantizedKV, v_cache: QuantizedKV) -> int:
+    """Of the residuals of both."""
+    name = "append_quantized_kv"
+    for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(cache, QuantizedKV):
+            raise TypeError(f"{name}: {argument} must be a QuantizedKV, got {describe(cache)}")
+    wanted, given = k_cache.residual_format, v_cache.residual_format
+    if wanted not in MANTISSA_BITS:
+        raise ValueError(
+            f"{name}: k_cache must have a residual_format of {', '.join(MANTISSA_BITS)}, "
+            f"got {wanted!r}"
+        )
+    if given != wanted:
+        raise ValueError(
+            f"{name}: v_cache must have residual_format {wanted!r} as k_cache has, got {given!r}"
+        )
+    if v_cache.codes is k_cache.codes:
+        raise ValueError(f"{name}: v_cache must be another cache than k_cache, got one for both")
+    return MANTISSA_BITS[wanted]
