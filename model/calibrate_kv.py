@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   python -m model.calibrate_kv --out kv.safetensors --picture kv.png
   python -m model.calibrate_kv --model path/to/Qwen3-8B --text prompts.txt --out kv.safetensors
-  python -m model.generate --kernels torch --kv-cache int8_static_fp4 --kv-scales kv.safetensors
+  python -m model.generate --kv-cache int8_static_fp4 --kv-scales kv.safetensors
 """
 CHUNK = 256  # tokens between two moves of the bar
 

@@ -14,14 +14,22 @@ import functools
 import torch
 
 from tkernels import reference
-from tkernels.reference import fused_qk_norm_rope, rms_norm, silu_and_mul
+from tkernels.reference import (
+    append_quantized_kv,
+    fused_qk_norm_rope,
+    release_residual_slots,
+    rms_norm,
+    silu_and_mul,
+)
 
 Tensor = torch.Tensor
 
 __all__ = [
     "append_paged_kv",
+    "append_quantized_kv",
     "fused_add_rms_norm",
     "fused_qk_norm_rope",
+    "release_residual_slots",
     "rms_norm",
     "rope",
     "silu_and_mul",

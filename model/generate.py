@@ -29,7 +29,7 @@ examples:
   python -m model.generate --model model.gguf --prompts questions.txt --max-tokens 64 --json
   echo "def quicksort(xs):" | python -m model.generate --model path/to/base-model --no-chat
   python -m model.generate --prompt "A poem." --temperature 0.8 --top-p 0.95 --seed 1
-  python -m model.generate --prompt "A poem." --kv-cache int8_fp4 --kernels torch
+  python -m model.generate --prompt "A poem." --kv-cache int8_fp4
 
 Sampling follows the checkpoint's generation_config.json where it has one, and is greedy otherwise.
 The device is the accelerator if there is one; TKERNELS_DEVICE=cpu overrides that.
@@ -232,7 +232,7 @@ def _run(args: argparse.Namespace) -> int:
     on_cpu = device.type == "cpu"
     stored = config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16"
     dtype = args.dtype or ("float32" if on_cpu else stored)
-    quantization = choose(args.kv_cache, args.kv_scales, args.kv_tau, config, kernels)
+    quantization = choose(args.kv_cache, args.kv_scales, args.kv_tau, config)
     network = load_model(config, checkpoint.source, dtype=getattr(torch, dtype), device=device)
     load_s = time.perf_counter() - model.STARTED
 

@@ -47,11 +47,9 @@ class KVQuantization:
 
 
 def choose(
-    mode: str, path: Path | None, tau: float | None, config: ModelConfig, kernels: str = "torch"
+    mode: str, path: Path | None, tau: float | None, config: ModelConfig
 ) -> KVQuantization | None:
     """What ``--kv-cache``, ``--kv-scales`` and ``--kv-tau`` ask for; None is an unquantised cache.
-
-    ``kernels`` is what will run, ``torch`` or ``triton``.
 
     Raises:
         ValueError: something that the mode needs is missing, does not fit the model, or is given
@@ -73,11 +71,6 @@ def choose(
     if path is not None and tau is not None and not static:
         raise ValueError(
             f"expected one of --kv-scales and --kv-tau with --kv-cache {mode}, got both"
-        )
-    if kernels != "torch":
-        raise ValueError(
-            f"--kv-cache {mode} needs --kernels torch, for there are no kernels for a quantised "
-            f"cache yet, got {kernels}"
         )
     if "fp4" in mode and config.head_dim % 32:
         raise ValueError(

@@ -153,9 +153,7 @@ def load_text_and_model(args: argparse.Namespace) -> tuple[Model, Any, list[int]
         raise ValueError(f"expected 2 to {context} tokens (the context), got {len(ids)}")
     quantization = None
     if "kv_cache" in vars(args):
-        quantization = choose(
-            args.kv_cache, args.kv_scales, args.kv_tau, checkpoint.config, kernels
-        )
+        quantization = choose(args.kv_cache, args.kv_scales, args.kv_tau, checkpoint.config)
     if sys.stderr.isatty() and not args.json:
         print(f"computing {len(ids)} tokens with {kernels} ...", file=sys.stderr, flush=True)
     network = load_model(

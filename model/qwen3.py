@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from model.block_matrix import Matrix
 from model.config import ModelConfig
 from model.kv_cache import AttnMetadata, KVCache, SdpaIndices
-from tkernels.kv_format import QuantizedKV, append_quantized_ref, read_positions
+from tkernels.kv_format import QuantizedKV, read_positions
 
 Tensor = torch.Tensor
 
@@ -145,8 +145,7 @@ def _attention(
         q, k = ops.rope(q, k, cos_sin_cache, positions, q_out=q, k_out=k)
     k_cache, v_cache = cache.k[index], cache.v[index]
     if isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV):
-        append_quantized_ref(k, k_cache, meta.slot_mapping)
-        append_quantized_ref(v, v_cache, meta.slot_mapping)
+        ops.append_quantized_kv(k, v, k_cache, v_cache, meta.slot_mapping)
     else:
         ops.append_paged_kv(k, v, k_cache, v_cache, meta.slot_mapping)
     if meta.sdpa is not None:
@@ -156,7 +155,8 @@ def _attention(
         sizes = {"max_seqlen_q": longest, "max_seqlen_k": longest}
         out = ops.flash_attn(q, k, v, cu_seqlens_q=lens, cu_seqlens_k=lens, **sizes)
     else:
-        out = ops.paged_attn(
+        attend = ops.paged_attn if isinstance(k_cache, Tensor) else ops.paged_attn_quantized
+        out = attend(
             q,
             k_cache,
             v_cache,

@@ -19,7 +19,6 @@ from model.kv_quant import KVQuantization
 from model.qwen3 import Model, forward
 from model.threads import cpu_threads, prompt_threads
 from tkernels import build_cos_sin_cache
-from tkernels.kv_format import release_residuals_ref
 
 
 def operations(kernels: str | None) -> tuple[str, Any]:
@@ -59,11 +58,6 @@ class Runner:
         prefill_chunk: int = PREFILL_CHUNK,
         quantization: KVQuantization | None = None,
     ) -> None:
-        if quantization is not None and ops is tkernels:
-            raise ValueError(
-                "--kv-cache: expected none with --kernels triton, which has no kernels for a "
-                f"quantised cache yet (--kernels torch has), got {quantization.mode}"
-            )
         self.model, self.ops = model, ops
         self.prefill_chunk = prefill_chunk
         self.device = model.norm.device
@@ -126,7 +120,10 @@ class Runner:
         if any(part.has_residual for part in self.cache.quantized):
             blocks = torch.tensor(sequence.block_ids, dtype=torch.int32, device=self.device)
             for part in self.cache.quantized:
-                release_residuals_ref(part, blocks)
+                if part.has_residual:
+                    self.ops.release_residual_slots(
+                        part.slots, part.free_slots, part.free_count, blocks
+                    )
         self.blocks.release(sequence.block_ids)
 
     def _make_room(self, sequences: Sequence[SequenceState]) -> None:

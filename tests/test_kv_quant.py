@@ -207,19 +207,9 @@ def test_commands_over_a_quantised_cache(tmp_path: Path, calibration: Path, caps
         assert found["perplexity"] == pytest.approx(found["unquantized_perplexity"], rel=0.1)
 
 
-def test_kernels_that_cannot_read_it_are_refused(calibration: Path) -> None:
-    with pytest.raises(ValueError, match=r"int8 needs --kernels torch.*got triton"):
-        choose("int8", None, None, tiny(NAME).ours.config, "triton")
+def test_a_head_dim_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"head_dim divides by 32, got 20"):
         choose("int8_fp4", None, None, tiny("qwen3").ours.config)
-    with pytest.raises(ValueError, match=r"--kernels torch has.*got int8_fp4"):
-        Runner(
-            tiny(NAME).ours,
-            tkernels,
-            num_blocks=4,
-            max_positions=64,
-            quantization=chosen("int8_fp4", calibration),
-        )
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tkernels.ops.release_residual_slots import release_residual_slots
 from tkernels.ops.rms_norm import rms_norm
 from tkernels.ops.rope import rope
 from tkernels.ops.silu_and_mul import silu_and_mul
-from tkernels.quantized import append_quantized_kv
+from tkernels.quantized import append_quantized_kv, paged_attn_quantized
 from tkernels.rope_table import build_cos_sin_cache
 
 __version__ = "0.1.0"
@@ -41,6 +41,7 @@ __all__ = [
     "fused_qk_norm_rope",
     "merge_attn_states",
     "paged_attn",
+    "paged_attn_quantized",
     "reference",
     "release_residual_slots",
     "rms_norm",

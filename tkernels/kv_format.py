@@ -14,15 +14,16 @@ residuals: a token's goes to its score (K) or probability (V), a channel's to q 
 
 Residuals live in a pool a KV head, beside the pages. A token's 16-bit ``slot`` says where: one
 indirection, which unlike a page's bitmask and base leaves a page free to gain outliers one token at
-a time, as decode does. Slots are taken from a stack by ``append_quantized_kv`` and go back
-when ``release_residual_slots`` frees their page. A position that has a slot keeps it until then:
-what is appended there again overwrites the residual, whatever its e. Where the stack is empty the
-residual is left out and counted in ``dropped``.
+a time, as decode does. Slots are taken from a stack by ``append_quantized_kv`` and go back when
+``release_residual_slots`` frees their page. A position that has a slot keeps it until then: what is
+appended there again overwrites the residual, whatever its e. Where the stack is empty the residual
+is left out and counted in ``dropped``. A dynamic scale of a token that has a slot is stored below
+0, and so attention knows outliers by what it reads anyway.
 
 Block scales are e8m0 and E2M1 is FP4 as in "OCP Microscaling Formats (MX) v1.0"; E3M0 and E1M2 (a
 4-bit integer with sign) are its neighbours. All arithmetic is fp32. Everything here is plain
-PyTorch, and the truth for kernels: ``append_quantized_kv``, ``release_residual_slots`` and
-``fp4_dequant``. Attention has none for it yet.
+PyTorch, and the truth for kernels: ``append_quantized_kv``, ``release_residual_slots``,
+``fp4_dequant`` and ``paged_attn_quantized``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class QuantizedKV(NamedTuple):
     """K, or V, of one layer. Without residuals the last eight fields are None."""
 
     codes: torch.Tensor  # int8 [num_blocks, block_size, num_kv_heads, head_dim], last contiguous
-    scale: torch.Tensor  # fp32 [num_blocks, num_kv_heads, block_size]; static [heads, head_dim]
+    scale: torch.Tensor  # fp32 [num_blocks, num_kv_heads, block_size], -scale where a token has a
+    # slot; static [num_kv_heads, head_dim]
     slots: torch.Tensor | None = None  # int16 [num_blocks, num_kv_heads, block_size], -1 = none
     residual: torch.Tensor | None = None  # uint8 [num_kv_heads, num_slots, head_dim / 2]
     residual_scale: torch.Tensor | None = None  # uint8 [num_kv_heads, num_slots, head_dim / block]
@@ -367,6 +369,8 @@ def append_quantized_ref(x: torch.Tensor, cache: QuantizedKV, slot_mapping: torc
         cache.dropped[head] += len(found) - len(taken)
         cache.slots[block, head, offset] = slot.to(torch.int16)
         rows = slot != NO_SLOT
+        if static is None:
+            cache.scale[block, head, offset] = torch.where(rows, -scale[:, head], scale[:, head])
         row = slot[rows].long() & 0xFFFF
         cache.residual[head, row] = packed[rows, head]
         cache.residual_scale[head, row] = packed_scale[rows, head]

@@ -6,7 +6,9 @@ import torch
 
 from tkernels.check import describe
 from tkernels.kv_format import MANTISSA_BITS, QuantizedKV, append_quantized_ref, fields
-from tkernels.ops.append_quantized_kv import append_quantized_kv as _launch
+from tkernels.ops.append_quantized_kv import append_quantized_kv as _launch_append
+from tkernels.ops.paged_attn_quantized import paged_attn_quantized as _launch_attention
+from tkernels.ops.paged_attn_quantized import paged_attn_quantized_ref as _attention_ref
 from tkernels.registry import Config
 
 
@@ -37,9 +39,9 @@ def append_quantized_kv(
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device. A
             tensor of a cache is called by both names: ``v_codes`` is ``v_cache.codes``.
     """
-    bits = _mantissa_bits(k_cache, v_cache)
+    bits = _mantissa_bits("append_quantized_kv", k_cache, v_cache)
     of_k, of_v = fields(k_cache), fields(v_cache)  # nine tensors each
-    _launch(k, v, *of_k, *of_v, slot_mapping, mantissa_bits=bits, config=config)  # type: ignore
+    _launch_append(k, v, *of_k, *of_v, slot_mapping, mantissa_bits=bits, config=config)  # type: ignore
 
 
 def append_quantized_kv_ref(
@@ -52,14 +54,85 @@ def append_quantized_kv_ref(
     config: Config | None = None,
 ) -> None:
     """PyTorch version of ``append_quantized_kv``."""
-    _mantissa_bits(k_cache, v_cache)
+    _mantissa_bits("append_quantized_kv", k_cache, v_cache)
     append_quantized_ref(k, k_cache, slot_mapping)
     append_quantized_ref(v, v_cache, slot_mapping)
 
 
-def _mantissa_bits(k_cache: QuantizedKV, v_cache: QuantizedKV) -> int:
+def paged_attn_quantized(
+    q: torch.Tensor,
+    k_cache: QuantizedKV,
+    v_cache: QuantizedKV,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    config: Config | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``paged_attn`` over quantised caches: of keys and values (codes + residual) * scale.
+
+    Decode and chunked prefill, in any mode of ``allocate_quantized``. Nothing is written back.
+
+    Args:
+        q: [n_tokens, num_heads, head_dim], fp32, bf16 or fp16; head_dim even, up to 256.
+        k_cache, v_cache: of ``allocate_quantized``, of one mode, size and residual format;
+            block_size a power of two from 16 on, num_kv_heads divides num_heads.
+        block_table, context_lens, cu_seqlens_q, max_seqlen_q, scale, window, softcap, sinks, out,
+            return_lse, config: as of ``paged_attn``.
+
+    Returns:
+        As ``paged_attn``.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device. A
+            tensor of a cache is called by both names: ``v_codes`` is ``v_cache.codes``.
+    """
+    bits = _mantissa_bits("paged_attn_quantized", k_cache, v_cache)
+    of_k, of_v = fields(k_cache)[:5], fields(v_cache)[:5]
+    return _launch_attention(
+        q, *of_k, *of_v, block_table, context_lens,  # type: ignore[arg-type,misc]
+        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, scale=scale, window=window,
+        softcap=softcap, sinks=sinks, mantissa_bits=bits, out=out, return_lse=return_lse,
+        config=config,
+    )  # fmt: skip
+
+
+def paged_attn_quantized_ref(
+    q: torch.Tensor,
+    k_cache: QuantizedKV,
+    v_cache: QuantizedKV,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    config: Config | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch version of ``paged_attn_quantized``, in fp32. It reads lengths."""
+    bits = _mantissa_bits("paged_attn_quantized", k_cache, v_cache)
+    of_k, of_v = fields(k_cache)[:5], fields(v_cache)[:5]
+    return _attention_ref(
+        q, *of_k, *of_v, block_table, context_lens,  # type: ignore[arg-type,misc]
+        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, scale=scale, window=window,
+        softcap=softcap, sinks=sinks, mantissa_bits=bits, out=out, return_lse=return_lse,
+    )  # fmt: skip
+
+
+def _mantissa_bits(name: str, k_cache: QuantizedKV, v_cache: QuantizedKV) -> int:
     """Of the residuals of both."""
-    name = "append_quantized_kv"
     for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not isinstance(cache, QuantizedKV):
             raise TypeError(f"{name}: {argument} must be a QuantizedKV, got {describe(cache)}")

@@ -143,7 +143,10 @@ def _pool(
 
 
 def cost_of(problem: Problem) -> Cost:
-    """As of ``paged_attn``, with a byte a code, and scales, slots and outliers' residuals."""
+    """As of ``paged_attn``, with a byte a code, scales, and outliers' slots and residuals.
+
+    Without a scale of their own, tokens tell by their slots that they are outliers.
+    """
     p = problem
     plain = paged_cost({**p, "dtype": torch.int8})
     keys = _keys(p)
@@ -152,8 +155,8 @@ def cost_of(problem: Problem) -> Cost:
     vectors = 2 * keys * p["num_kv_heads"]
     moved += 8 * p["num_kv_heads"] * p["head_dim"] if p["static"] else 4 * vectors
     if p["residual_block"]:
-        row = p["head_dim"] // 2 + p["head_dim"] // p["residual_block"]
-        moved += 2 * vectors + round(p["outliers"] * vectors) * row
+        row = p["head_dim"] // 2 + p["head_dim"] // p["residual_block"] + 2 * (not p["static"])
+        moved += 2 * vectors * p["static"] + round(p["outliers"] * vectors) * row
     return Cost(flops=plain.flops, bytes=moved)
 
 

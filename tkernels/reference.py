@@ -18,6 +18,7 @@ from tkernels.ops.rms_norm import rms_norm_ref as rms_norm
 from tkernels.ops.rope import rope_ref as rope
 from tkernels.ops.silu_and_mul import silu_and_mul_ref as silu_and_mul
 from tkernels.quantized import append_quantized_kv_ref as append_quantized_kv
+from tkernels.quantized import paged_attn_quantized_ref as paged_attn_quantized
 
 __all__ = [
     "append_paged_kv",
@@ -28,6 +29,7 @@ __all__ = [
     "fused_qk_norm_rope",
     "merge_attn_states",
     "paged_attn",
+    "paged_attn_quantized",
     "release_residual_slots",
     "rms_norm",
     "rope",

@@ -2,7 +2,8 @@
 
     code  = round_half_even(clamp(x / scale, -127, 127))        to codes[slot // bs, slot % bs]
     scale = absmax(x) / 127 of a token and head, or a given one of a head and channel
-    rest  = x / scale - code;  kept as 4-bit block floats in the pool where its share exceeds tau
+    rest  = x / scale - code;  kept as 4-bit block floats in the pool where its share exceeds tau,
+                               and then the scale is written as -scale
 
 k, v: [n_tokens, num_kv_heads, head_dim]; codes: [num_blocks, block_size, num_kv_heads, head_dim].
 ``slot_mapping`` is that of ``append_paged_kv``. The launch in this file takes the tensors of both
@@ -234,7 +235,6 @@ def _append_head(
             spoilt = absmax * 0.0  # what is not a number is not read back as one
             absmax = tl.where(absmax < 7.888609052210118e-31, 0.0, absmax)  # 2^-100
             scale = absmax * 0.007874015748031496 + spoilt  # 1 / 127
-            tl.store(scale_ptr + place, scale, mask=kept)
             divisor = tl.where(absmax > 0, absmax, 1.0)
             inverse = tl.where(absmax > 0, tl.div_rn(127.0, divisor), 0.0)
             steps_low, steps_high = low * inverse[:, None], high * inverse[:, None]
@@ -263,6 +263,10 @@ def _append_head(
                     residual_scale_ptr, n_slots, HEAD_DIM, RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE,
                     BLOCK_H, BLOCK_T)
                 # fmt: on
+        if not STATIC:
+            if RESIDUAL_BLOCK > 0:
+                scale = tl.where(slot != NO_SLOT_, -scale, scale)
+            tl.store(scale_ptr + place, scale, mask=kept)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """int8 codes and the 4-bit residuals of vectors back to numbers (tkernels/kv_format.py).
 
-    out[n] = (codes[n] + residual[n]) * scale[n]
+    out[n] = (codes[n] + residual[n]) * |scale[n]|      (a cache keeps -scale beside residuals)
     residual[n] = 4-bit codes * 2^(exponent - 127)
 
 codes: int8 [N, D]; scale: fp32 [N]; residual: uint8 [N, D / 2], byte j has channel j in its low
@@ -45,7 +45,7 @@ def fp4_dequant_ref(
 ) -> torch.Tensor:
     """PyTorch version of ``fp4_dequant``."""
     rest = fp4_dequantize_ref(residual, residual_scale, residual_format=FORMATS[mantissa_bits])
-    result = ((codes.float() + rest) * scale.float()[:, None]).to(dtype)
+    result = ((codes.float() + rest) * scale.float().abs()[:, None]).to(dtype)
     return result if out is None else out.copy_(result)
 
 
@@ -73,7 +73,7 @@ def _fp4_dequant_kernel(
         column = tl.arange(0, BLOCK_H)[None, :]
         ok = (rows < n_rows)[:, None] & (column < HALF)
         row = rows.to(tl.int64)[:, None]
-        scale = tl.load(scale_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
+        scale = tl.abs(tl.load(scale_ptr + rows, mask=rows < n_rows, other=0.0))[:, None]
         packed = tl.load(residual_ptr + row * stride_r + column, mask=ok, other=0).to(tl.int32)
         # A load a block scale, spread over the channels that share it.
         which = tl.arange(0, BLOCK_H // RESIDUAL_BLOCK)[None, :]

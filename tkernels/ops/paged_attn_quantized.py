@@ -412,7 +412,7 @@ def _attend(
             top, total, s, k_scale, n, ok, row_position - start, window, score_scale, cap,
             HAS_WINDOW, HAS_SOFTCAP, STATIC)
         if not STATIC:
-            p = p * v_scale[None, :]
+            p = p * v_scale[None, :]  # type: ignore[index]
         weights = p.to(V_DTYPE)
         acc0 = tl.dot(weights, v0, acc0 * shrink[:, None], input_precision="ieee")
         acc1 = tl.dot(weights, v1, acc1 * shrink[:, None], input_precision="ieee")
@@ -698,16 +698,23 @@ def paged_attn_quantized(
 
     Args:
         q: [n_tokens, num_heads, head_dim], fp32, bf16 or fp16; head_dim even, up to 256.
-        k_codes, k_scale, k_slots, k_residual, k_residual_scale: the first five of
-            ``kv_format.fields`` of K's cache, all contiguous: int8 [num_blocks, block_size,
-            num_kv_heads, head_dim]; fp32 [num_blocks, num_kv_heads, block_size], or static
-            [num_kv_heads, head_dim]; int16 like a dynamic scale; uint8 [num_kv_heads, num_slots,
-            head_dim / 2]; uint8 [num_kv_heads, num_slots, head_dim / 16 or 32]. Without residuals
-            the last three are empty.
-        v_codes, ..: of V's, of the same shapes.
+        k_codes, v_codes: int8 [num_blocks, block_size, num_kv_heads, head_dim], and so on: the
+            first five of ``kv_format.fields`` of each cache, contiguous, of equal shapes.
+        k_scale, v_scale: fp32 [num_blocks, num_kv_heads, block_size], below 0 where a token has a
+            residual; or static, [num_kv_heads, head_dim].
+        k_slots, v_slots: int16 like a dynamic scale. Without residuals this and what follows of
+            the caches is empty.
+        k_residual, v_residual: uint8 [num_kv_heads, num_slots, head_dim / 2].
+        k_residual_scale, v_residual_scale: uint8 [num_kv_heads, num_slots, head_dim / 16 or 32].
+        block_table, context_lens, cu_seqlens_q, max_seqlen_q, scale, window, softcap, sinks, out,
+            return_lse, config: as of ``paged_attn``.
         mantissa_bits: of the residuals' 4-bit numbers.
 
-    Other arguments, results and errors are those of ``paged_attn``.
+    Returns:
+        As ``paged_attn``.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
     """
     if out is None:
         out = check.new_output(_OP, q, name="q")
@@ -1074,5 +1081,6 @@ SPEC = register(
         outputs=("out",),
         providers=peers_of,
         shape=shape_of,
+        public_module="tkernels.quantized",
     )
 )
