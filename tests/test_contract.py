@@ -138,16 +138,24 @@ _SMALL = "slots are 16-bit numbers"
 _SIZES = "caches and pools may have any size"
 _OTHER_SIZES = {(w, _SIZES) for w in (_shorter, _longer, _narrower, _wider)}
 
+_OPTIONAL = {(_nothing, "it may be left out")}
+_WORDS = "a mask may have any number of words; rows whose group has none run low"
+
 # kernel -> argument -> {(way of spoiling it, why the result is legitimate)}
 ACCEPTED: dict[str, dict[str, set[tuple[Callable[[torch.Tensor], Any], str]]]] = {
     "append_quantized_kv": {
         "k_slots": {(_small_integer, _SMALL)},
         "v_slots": {(_small_integer, _SMALL)},
     },
+    "masked_gemm": {
+        **dict.fromkeys(("high_weight", "bias", "row_group"), _OPTIONAL),
+        "mask": {(way, _WORDS) for way in (_shorter, _longer, _narrower, _wider)},
+    },
     "merge_attn_states": {
         name: {(_strided_last, _ANY_STRIDES)} for name in ("lse_a", "lse_b", "lse_out")
     },
     "paged_attn": {"block_table": {(_narrower, _COLUMNS), (_wider, _COLUMNS)}},
+    "quantize_per_token": {"x": _OTHER_SIZES},
     "release_residual_slots": {
         "slots": {(_small_integer, _SMALL), *_OTHER_SIZES},
         "free_slots": {(_narrower, _SIZES), (_wider, _SIZES)},

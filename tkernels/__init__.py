@@ -15,8 +15,10 @@ from tkernels.ops.flash_attn import flash_attn
 from tkernels.ops.fp4_dequant import fp4_dequant
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
 from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope
+from tkernels.ops.masked_gemm import masked_gemm
 from tkernels.ops.merge_attn_states import merge_attn_states
 from tkernels.ops.paged_attn import paged_attn
+from tkernels.ops.quantize_per_token import quantize_per_token
 from tkernels.ops.release_residual_slots import release_residual_slots
 from tkernels.ops.rms_norm import rms_norm
 from tkernels.ops.rope import rope
@@ -39,9 +41,11 @@ __all__ = [
     "fp4_dequant",
     "fused_add_rms_norm",
     "fused_qk_norm_rope",
+    "masked_gemm",
     "merge_attn_states",
     "paged_attn",
     "paged_attn_quantized",
+    "quantize_per_token",
     "reference",
     "release_residual_slots",
     "rms_norm",

@@ -153,7 +153,8 @@ def type_name(value: Any) -> str:
         return "fp32"
     if hasattr(value, "block_shape"):  # a description of a tensor, to be read by TMA
         dtype = _POINTER_NAMES[value.base.dtype]
-        return f"tensordesc<{dtype}{value.block_shape},{value.layout!r}>"
+        layout = f",{value.layout!r}" if hasattr(value, "layout") else ""  # Gluon's say theirs
+        return f"tensordesc<{dtype}{value.block_shape}{layout}>"
     raise TypeError(
         f"expected a tensor, its descriptor, bool, int or float as kernel argument, got {value!r}"
     )

@@ -9,8 +9,10 @@ from tkernels.ops.flash_attn import flash_attn_ref as flash_attn
 from tkernels.ops.fp4_dequant import fp4_dequant_ref as fp4_dequant
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm_ref as fused_add_rms_norm
 from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope_ref as fused_qk_norm_rope
+from tkernels.ops.masked_gemm import masked_gemm_ref as masked_gemm
 from tkernels.ops.merge_attn_states import merge_attn_states_ref as merge_attn_states
 from tkernels.ops.paged_attn import paged_attn_ref as paged_attn
+from tkernels.ops.quantize_per_token import quantize_per_token_ref as quantize_per_token
 from tkernels.ops.release_residual_slots import (
     release_residual_slots_ref as release_residual_slots,
 )
@@ -27,9 +29,11 @@ __all__ = [
     "fp4_dequant",
     "fused_add_rms_norm",
     "fused_qk_norm_rope",
+    "masked_gemm",
     "merge_attn_states",
     "paged_attn",
     "paged_attn_quantized",
+    "quantize_per_token",
     "release_residual_slots",
     "rms_norm",
     "rope",
