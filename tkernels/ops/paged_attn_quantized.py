@@ -304,9 +304,9 @@ def _places(
         page = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
         slot = start % BLOCK_SIZE + n
     else:
-        # From the last column on the table may say anything: block 0 stands in for it.
-        column = start // BLOCK_SIZE + n // BLOCK_SIZE
-        page = tl.load(table_ptr + column, mask=column < columns, other=0).to(tl.int64)
+        # From the last column on the table may say anything.
+        column = tl.minimum(start // BLOCK_SIZE + n // BLOCK_SIZE, columns - 1)
+        page = tl.load(table_ptr + column).to(tl.int64)
         slot = n % BLOCK_SIZE
     cells = page * (BLOCK_SIZE * N_KV_HEADS * HEAD_DIM) + slot * (N_KV_HEADS * HEAD_DIM)
     return cells, page * (N_KV_HEADS * BLOCK_SIZE) + slot
@@ -321,10 +321,11 @@ def _code_tile(
     half: tl.constexpr = HEAD_DIM // 2
     j = tl.arange(0, BLOCK_H)
     if not PAIRS:
-        at = ptr + cells[:, None] + j[None, :]
+        # Ascend reads for masked lanes, too.
+        at = ptr + cells[:, None] + tl.minimum(j, half - 1)[None, :]
         there = ok[:, None] & (j < half)[None, :]
-        part0 = tl.load(at, mask=there, other=0).to(DTYPE)
-        part1 = tl.load(at + half, mask=there, other=0).to(DTYPE)
+        part0 = tl.load(at, mask=there, other=0).to(tl.float32).to(DTYPE)
+        part1 = tl.load(at + half, mask=there, other=0).to(tl.float32).to(DTYPE)
         if TRANSPOSED:
             part0, part1 = tl.trans(part0), tl.trans(part1)
     else:
@@ -514,7 +515,7 @@ def _paged_attn_quantized_kernel(
     OUTLIERS: tl.constexpr, PDL: tl.constexpr,
 ):
     """All keys without residuals, or, in a launch of its own before that, all with (OUTLIERS)."""
-    beside: tl.constexpr = PDL and OUTLIER_SPLITS > 0 and not OUTLIERS
+    beside: tl.constexpr = (PDL and OUTLIER_SPLITS > 0) and not OUTLIERS
     if PDL:
         # Where outliers come first they have waited, for both; and this runs beside them.
         if not beside:
@@ -986,8 +987,8 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     config: Config = {
         "BLOCK_M": block_m,
         "BLOCK_N": p["block_size"],
-        "OUTLIER_SPLITS": max(1, splits // 4) if p["residual_block"] else 0,
-        "CHUNK": 128 if dev.registers else 32,
+        "OUTLIER_SPLITS": max(2, splits // 4) if p["residual_block"] else 0,
+        "CHUNK": 256 if dev.registers else 32,
         "LIST": 32 if dev.registers else 16,
         "PACK_HEADS": pack,
         "SPLITS": splits,
@@ -997,7 +998,7 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     if not dev.registers:
         return config
     dim, size = 2 * max(16, next_power_of_2(p["head_dim"] // 2)), p["dtype"].itemsize
-    warps, block_n, stages = (4, 64, 5)
+    warps, block_n, stages = (2, 64, 5)
     if size == 4:
         block_n, stages = 32, 2
     elif block_m >= 64:
@@ -1081,6 +1082,7 @@ SPEC = register(
         outputs=("out",),
         providers=peers_of,
         shape=shape_of,
+        scalar_loop_reason="the few tokens with residuals are scattered, and their pool rows",
         public_module="tkernels.quantized",
     )
 )
