@@ -955,7 +955,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         "BLOCK_M": [16, 32, 64, 128],
         "BLOCK_N": [16, 32, 64, 128, 256],
         "OUTLIER_SPLITS": [0, 1, 2, 4, 8, 16, 32],
-        "CHUNK": [64, 128, 256, 512],
+        "CHUNK": [32, 64, 128, 256, 512],
         "LIST": [16, 32, 64],
         "PACK_HEADS": [True, False],
         "SPLITS": [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128],
