@@ -18,7 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command.run(options)
     except KeyboardInterrupt:
         print(
-            "autotune: stopped; all that was measured is kept, and the same command goes on",
+            "autotune: stopped; all that was measured is kept, and the same command, or --resume, "
+            "goes on",
             file=sys.stderr,
         )
         return 130

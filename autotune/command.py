@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import importlib
 import importlib.util
-import json
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.options import check, numbers
 from autotune.process import WorkerError
-from autotune.target import Target, target_of, trials_of
+from autotune.target import Target, shown_device, target_of, trials_of
 from tkernels import config, device
-from tkernels.registry import Config, KernelSpec, all_kernels, get
+from tkernels.registry import KernelSpec, all_kernels, get
+
+if TYPE_CHECKING:
+    from autotune.tune import Plan
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,36 +45,72 @@ def _run(options: argparse.Namespace) -> int:
     if options.merge is not None:
         return _merge(options)
     _check_installed()
-    if not options.kernel and not options.resume and not options.status and not options.report:
-        raise ValueError("autotune: expected --kernel, --resume, --status or --report, got none")
+    asked = (options.kernel, options.resume, options.status, options.report, options.export)
+    if not any(asked):
+        raise ValueError(
+            "autotune: expected --kernel, --resume, --status, --report or --export, got none"
+        )
+    if not options.kernel and not options.resume:
+        _check_no_search(options)
     specs = _specs(options.kernel)
-    target = target_of(options)
     if options.status:
-        return _status(options, specs, target)
-    if target.python == sys.executable:
-        device.require_triton()
-    if options.export is not None:
-        if target.arch == "interpret" and not options.force:
-            raise ValueError(
-                "autotune: --export needs an accelerator, got the interpreter, whose times mean "
-                "nothing (--force writes them all the same)"
-            )
-        from autotune import export
-
-        export.check_writable(options.export, [spec.name for spec in specs], target.arch)
+        return _status(options, specs)
     if options.report is not None:
         from autotune import report
 
         report.check_ready(options.report)
-    from autotune import store
-
-    storage = store.open_storage(options.storage)
-    if options.report is not None and not options.kernel and not options.resume:
-        return _report(options, storage, specs)
-    wrong = _tune_all(options, specs, target, storage)
+    wrong = 0
+    if options.kernel or options.resume:
+        wrong = _search(options, specs)
+    elif options.export is not None:
+        _export(options, specs)
     if options.report is not None:
-        _report(options, storage, specs)
+        _report(options, specs)
     return 1 if wrong else 0
+
+
+def _check_no_search(options: argparse.Namespace) -> None:
+    """Raise ValueError for what only a search can be told, e.g. where --kernel was forgotten."""
+    for name in ("shape", "model", "trials", "timeout", "table"):
+        if getattr(options, name):
+            raise ValueError(f"autotune: --{name} belongs to a search, got no --kernel to search")
+
+
+def _search(options: argparse.Namespace, specs: list[KernelSpec]) -> int:
+    """Do what is asked, or go on with what is stored; returns how much was wrong, or failed."""
+    from autotune import resume, searches, store
+
+    if options.resume:
+        storage = store.open_storage(options.storage)
+        groups = resume.groups(options, specs, store.all_studies(storage), _says)
+        for target, _ in groups:
+            _check_export(options, specs, target)
+    else:
+        target = target_of(options)
+        if target.python == sys.executable:
+            device.require_triton()
+        _check_export(options, specs, target)
+        storage = store.open_storage(options.storage)
+        groups = [(target, _plans(options, specs, target))]
+    return searches.tune_all(options, specs, groups, storage)
+
+
+def _check_export(options: argparse.Namespace, specs: list[KernelSpec], target: Target) -> None:
+    """Raise now, before minutes are spent on a search, what would be raised after it."""
+    if options.export is None:
+        return
+    if target.arch == "interpret" and not options.force:
+        raise ValueError(
+            "autotune: --export needs an accelerator, got the interpreter, whose times mean "
+            "nothing (--force writes them all the same)"
+        )
+    from autotune import export
+
+    export.check_writable(options.export, [spec.name for spec in specs], target.arch)
+
+
+def _says(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _check_installed() -> None:
@@ -99,28 +135,26 @@ def _specs(names: str | None) -> list[KernelSpec]:
     return [get(name.strip()) for name in str(names).split(",")]
 
 
-def _tasks(
-    options: argparse.Namespace, specs: list[KernelSpec], target: Target, storage: Any
-) -> list[Any]:
-    from autotune import problems, store, tune
+def _plans(options: argparse.Namespace, specs: list[KernelSpec], target: Target) -> list[Plan]:
+    """The searches that the options ask for."""
+    from autotune.options import restrictions
+    from autotune.search import Budget
+    from autotune.space import restricted
+    from autotune.tune import Plan
 
-    if options.resume:
-        names = {spec.name for spec in specs}
-        left = [
-            tune.task_of(study)
-            for study in store.all_studies(storage)
-            if not study.user_attrs.get("outcome") and study.user_attrs["kernel"] in names
-        ]
-        tasks = [task for task in left if task.arch == target.arch]
-        if not tasks:
-            print(f"autotune: no search for {target.arch} was interrupted", file=sys.stderr)
-        for arch in sorted({task.arch for task in left} - {target.arch}):
-            count = sum(task.arch == arch for task in left)
-            print(
-                f"autotune: {count} for {arch} were interrupted; --arch {arch} goes on with them",
-                file=sys.stderr,
-            )
-    elif options.shape:
+    only = restrictions(options)
+    for spec in specs:
+        restricted(spec.space(target.dev), only)  # before anything is started
+    sampler = options.sampler or "auto"
+    trials = options.trials or trials_of(sampler, target)
+    budget = Budget(trials, math.inf if options.timeout is None else options.timeout)
+    return [Plan(task, budget, sampler, only) for task in _tasks(options, specs, target)]
+
+
+def _tasks(options: argparse.Namespace, specs: list[KernelSpec], target: Target) -> list[Any]:
+    from autotune import problems
+
+    if options.shape:
         tasks = problems.shape_tasks(specs, options.shape, target.arch)
         tasks = _fitting(specs, tasks, target)
     elif options.model is not None:
@@ -159,165 +193,6 @@ def _fitting(specs: list[KernelSpec], tasks: list[Any], target: Target) -> list[
     return fitting
 
 
-# ---- tuning --------------------------------------------------------------------------------------
-
-
-def _tune_all(
-    options: argparse.Namespace, specs: list[KernelSpec], target: Target, storage: Any
-) -> int:
-    """Tune every chosen problem; returns how many configs were wrong, or problems failed."""
-    from autotune import export, priors, progress, store, tune
-    from autotune.options import restrictions
-    from autotune.search import Budget
-    from autotune.space import restricted
-
-    only = restrictions(options)
-    for spec in specs:
-        restricted(spec.space(target.dev), only)  # before anything is started
-    tasks = _tasks(options, specs, target, storage)
-    if options.table is not None and len(tasks) != 1:
-        raise ValueError(
-            "autotune: --table needs one problem, which --kernel and --case choose, got "
-            f"{len(tasks)}"
-        )
-    if not tasks:
-        return 0
-    by_name = {spec.name: spec for spec in specs}
-    folders = [*([options.export] if options.export else []), *config.config_folders()]
-    with _workers(options, target) as workers:
-        fingerprint = _fingerprinter(target, workers[0], only)
-        setup = tune.Setup(
-            dev=target.dev,
-            storage=storage,
-            budget=Budget(options.trials or trials_of(options, target), options.timeout),
-            fingerprint=fingerprint,
-            workers=workers,
-            offline=target.offline,
-            sampler=options.sampler,
-            seed=options.seed,
-            compile_limit=options.compile_timeout,
-        )
-        wrong = failed = 0
-        with progress.Progress(total=len(tasks), offline=target.offline) as watch:
-            for task in tasks:
-                spec = by_name[task.kernel]
-                core = restricted(spec.space(target.dev), only)
-                space = restricted(config.full_space(spec, target.dev), only)
-                why_illegal = _legality(spec, task, target.dev, space if only else None)
-                first = priors.priors(task, why_illegal, folders, store.all_studies(storage))
-                try:
-                    outcome = tune.tune(spec, task, setup, first, space, core, why_illegal, watch)
-                except tune.DefaultFailedError as error:
-                    watch.says(str(error))
-                    failed += 1
-                    continue
-                if options.table is not None:
-                    found = store.open_study(storage, task, fingerprint(spec), {})
-                    options.table.write_text(json.dumps(_table(found), indent=1) + "\n")
-                outcome = _with_facts(outcome, fingerprint(spec))
-                wrong += len(outcome.wrong)
-                if options.json:
-                    print(json.dumps(_row(outcome)), flush=True)
-                else:
-                    progress.print_outcome(outcome, offline=target.offline)
-                if options.export is not None:  # one by one, so that a crash loses one at most
-                    watch.says(f"wrote {export.write(options.export, outcome)}")
-    if tasks and options.export is None and target.arch != "interpret":
-        print(
-            "autotune: kept in the storage; --export DIR writes files for TKERNELS_CONFIG_DIR "
-            "without trying anything again",
-            file=sys.stderr,
-        )
-    if failed:
-        print(f"autotune: {failed} of {len(tasks)} problems could not be tuned", file=sys.stderr)
-    return wrong + failed
-
-
-def _legality(
-    spec: KernelSpec, task: Any, dev: device.Device, part: Mapping[str, list[Any]] | None
-) -> Callable[[Config], str | None]:
-    """Why a config is not tried: the kernel's reasons, or that it is not in the asked part."""
-    from autotune.space import has_all
-
-    default = spec.default_config(task.problem, dev)
-
-    def why_illegal(candidate: Config) -> str | None:
-        if part is not None and candidate != default and not has_all(part, candidate):
-            return "not what --only allows"
-        return spec.why_illegal(candidate, task.problem, dev)
-
-    return why_illegal
-
-
-@contextlib.contextmanager
-def _workers(options: argparse.Namespace, target: Target) -> Iterator[list[Any]]:
-    from autotune.process import Worker
-
-    jobs = options.jobs or (1 if target.arch == "interpret" else min(4, device.host_cores()))
-    workers = [
-        Worker(
-            python=target.python,
-            arch=target.arch if target.offline else "",
-            modules=options.modules,
-            limit=options.trial_timeout,
-        )
-        for _ in range(jobs)
-    ]
-    try:
-        yield workers
-    finally:
-        for worker in workers:
-            worker.close()
-
-
-def _fingerprinter(
-    target: Target, worker: Any, only: Mapping[str, list[str]]
-) -> Callable[[KernelSpec], dict[str, Any]]:
-    """What two searches must share to be one study, for each kernel."""
-    from autotune import fingerprint
-
-    if target.offline:
-        facts = {"offline": True, **worker.ask("compilers")["facts"]}
-    else:
-        facts = fingerprint.chip()
-    if only:  # a search of a part is not to be taken for one of everything
-        facts["only"] = {name: sorted(words) for name, words in sorted(only.items())}
-    return lambda spec: {"kernel_hash": fingerprint.kernel_hash(spec), **facts}
-
-
-def _with_facts(outcome: Any, facts: dict[str, Any]) -> Any:
-    """``outcome`` with what it was measured with, or estimated by, for its record."""
-    if outcome.measured is not None:
-        return dataclasses.replace(outcome, measured={**facts, **outcome.measured})
-    return dataclasses.replace(outcome, estimate={**facts, **outcome.estimate})
-
-
-def _table(study: Any) -> list[dict[str, Any]]:
-    """Every config that was tried; a time of null is a failure, whose kind stands beside it."""
-    from autotune import store
-
-    return [
-        {"config": tried, "ms": answer.ms}
-        if answer.ok
-        else {"config": tried, "ms": None, "failure": answer.kind}
-        for tried, answer in store.known(study).values()
-    ]
-
-
-def _row(outcome: Any) -> dict[str, Any]:
-    """An outcome as one JSON object."""
-    fields = {f.name: getattr(outcome, f.name) for f in dataclasses.fields(outcome)}
-    task = fields.pop("task")
-    return {
-        "kernel": task.kernel,
-        "case": task.case,
-        "arch": task.arch,
-        "key": task.key,
-        **fields,
-        "gain": round(outcome.gain, 4),
-    }
-
-
 # ---- results -------------------------------------------------------------------------------------
 
 
@@ -331,20 +206,36 @@ def _merge(options: argparse.Namespace) -> int:
     return 0
 
 
-def _report(options: argparse.Namespace, storage: Any, specs: list[KernelSpec]) -> int:
+def _export(options: argparse.Namespace, specs: list[KernelSpec]) -> None:
+    """Write tuned files of the searches that ended; nothing is tried."""
+    from autotune import export, resume, store
+
+    studies = store.all_studies(store.open_storage(options.storage))
+    outcomes = resume.ended(options, specs, studies, _says)
+    if not outcomes:
+        raise ValueError(
+            "autotune: --export needs a search that ended, or --kernel to begin one, got none in "
+            f"{store.place(options.storage)}"
+        )
+    for path in dict.fromkeys(export.write(options.export, outcome) for outcome in outcomes):
+        _says(f"wrote {path}")
+    _says(f"autotune: programs use them with TKERNELS_CONFIG_DIR={options.export}")
+
+
+def _report(options: argparse.Namespace, specs: list[KernelSpec]) -> None:
     from autotune import report, store
 
     names = {spec.name for spec in specs}
-    studies = [s for s in store.all_studies(storage) if s.user_attrs["kernel"] in names]
+    found = store.all_studies(store.open_storage(options.storage))
+    studies = [s for s in found if s.user_attrs["kernel"] in names]
     if not studies:
         raise ValueError("autotune: --report needs searches in the storage, got none")
-    print(f"wrote {report.write_report(studies, options.report)}", file=sys.stderr)
-    return 0
+    _says(f"wrote {report.write_report(studies, options.report)}")
 
 
-def _status(options: argparse.Namespace, specs: list[KernelSpec], target: Target) -> int:
+def _status(options: argparse.Namespace, specs: list[KernelSpec]) -> int:
     from autotune import status
 
     folders = [*([options.export] if options.export else []), *config.config_folders()]
-    status.show(status.status(folders, specs, target.dev), as_json=options.json)
+    status.show(status.status(folders, specs, shown_device(options)), as_json=options.json)
     return 0

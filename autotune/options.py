@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
 SAMPLERS = ("auto", "tpe", "random", "exhaustive")
@@ -15,6 +14,7 @@ EXAMPLES = """examples:
   python -m autotune --kernel all --offline --arch ascend910b  no NPU: its compiler and a model
   python -m autotune --status                                 what is tuned, how old, what is stale
   python -m autotune --resume                                 finish what was interrupted
+  python -m autotune --export tuned                           write what was found before
   TKERNELS_CONFIG_DIR=tuned python your_program.py            use what was written
 
 Each config is compiled and run in a process of its own, checked against the PyTorch reference on
@@ -43,31 +43,36 @@ def parser() -> argparse.ArgumentParser:
     add("--model", metavar="PATH", help="problems of a model: its folder or config.json")
     add("--batch", metavar="N,...", help="with --model: sequences (1,16,64)")
     add("--context", metavar="N,...", help="with --model: tokens (1024,8192)")
-    add("--resume", action="store_true", help="finish the searches that were interrupted")
+    add("--resume", action="store_true",
+        help="finish the searches that were interrupted, each as it was begun")
     add("--import", action="append", default=[], dest="modules", metavar="MODULE",
         help="a module that registers kernels of your own")
     add = made.add_argument_group("how").add_argument
-    add("--trials", type=int, metavar="N", help="configs a problem (60; offline more)")
-    add("--timeout", type=float, default=math.inf, metavar="S",
+    add("--trials", type=int, metavar="N",
+        help="configs a problem (60; offline more; --resume: as begun)")
+    add("--timeout", type=float, metavar="S",
         help="seconds a problem (no limit)")
     add("--trial-timeout", type=float, default=60.0, metavar="S",
         help="seconds until a config counts as hung (60)")
     add("--compile-timeout", type=float, default=300.0, metavar="S",
         help="seconds until a compiler counts as hung (300)")
-    add("--sampler", default="auto", choices=SAMPLERS,
-        help="auto: all legal points where the trials cover them, else TPE and descent")
+    add("--sampler", choices=SAMPLERS,
+        help="auto (if none is given): all legal points where the trials cover them, else TPE and "
+        "descent")
     add("--only", action="append", default=[], metavar="KEY=VALUE,...",
         help="values of a config key to try; may be given again for other keys")
     add("--seed", type=int, default=0, metavar="N", help="of the sampler (0)")
     add("--jobs", type=int, metavar="N",
         help="processes that compile at once; one of them times (cores, at most 4)")
     add("--offline", action="store_true", help="ask compilers and a model, run nothing")
-    add("--arch", metavar="NAME", help="offline: sm90, ascend910b...; or interpret")
+    add("--arch", metavar="NAME",
+        help="another one, offline: sm90, ascend910b...; or interpret, to try the tuner")
     add("--python", metavar="PATH", help="the Python that has the architecture's compiler")
     add("--storage", metavar="WHERE",
         help="journal file or folder, or postgresql://... (.autotune)")
     add = made.add_argument_group("results").add_argument
-    add("--export", type=Path, metavar="DIR", help="write tuned files below DIR")
+    add("--export", type=Path, metavar="DIR",
+        help="write tuned files below DIR; alone: of all searches that ended, trying nothing")
     add("--merge", type=Path, metavar="DIR",
         help="add the tuned files below DIR to those of --export")
     add("--report", type=Path, metavar="DIR", help="write a page with pictures into DIR")
@@ -93,6 +98,11 @@ def check(options: argparse.Namespace) -> None:
     if options.model is None and (options.batch or options.context):
         raise ValueError("autotune: --batch and --context belong to --model, got none")
     restrictions(options)
+    if options.resume and (options.shape or options.model is not None):
+        raise ValueError(
+            "autotune: --shape and --model belong to a new search, got --resume, which takes its "
+            "problems from the storage"
+        )
     if options.shape and options.model is not None:
         raise ValueError("autotune: expected --shape or --model, got both")
 

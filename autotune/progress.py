@@ -83,7 +83,8 @@ class Progress(Watch):
             self._live.update(self._picture(), refresh=True)
         elif self._task is not None and time.monotonic() - self._said > _QUIET_S:
             self._said = time.monotonic()
-            self.says(", ".join(word for word in self._words() if word))
+            place, *words = self._words()
+            self.says(f"{place} {', '.join(word for word in words if word)}")
 
     def _picture(self) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -130,7 +131,7 @@ def outcome_line(outcome: Outcome, *, offline: bool) -> str:
     kept = "the default stays" if outcome.config == outcome.default_config else str(outcome.config)
     return (
         f"{outcome.task.kernel} {outcome.task.case}: {what}{outcome.ms * 1e3:.2f} us, "
-        f"{outcome.gain:.3f}x the default ({outcome.trials} configs{failed}) {kept}"
+        f"{outcome.gain:.3f}x the default ({outcome.trials} configs{failed}): {kept}"
     )
 
 

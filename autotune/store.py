@@ -45,8 +45,7 @@ def open_storage(where: str | None) -> BaseStorage:
     """
     if where is not None and "://" in where:
         return _database(where)
-    path = Path(where) if where is not None else DEFAULT
-    path = path / JOURNAL if path.is_dir() or path.suffix == "" else path
+    path = _journal(where)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab"):
@@ -63,6 +62,16 @@ def open_storage(where: str | None) -> BaseStorage:
             f"autotune: --storage must be a journal of Optuna, got {path}, which does not read: "
             f"{type(error).__name__}: {error}"
         ) from None
+
+
+def place(where: str | None) -> str:
+    """``where`` the storage is, for people: the journal's path, or the address of a database."""
+    return _without_password(where) if where and "://" in where else str(_journal(where))
+
+
+def _journal(where: str | None) -> Path:
+    path = Path(where) if where is not None else DEFAULT
+    return path / JOURNAL if path.is_dir() or path.suffix == "" else path
 
 
 def _database(url: str) -> BaseStorage:

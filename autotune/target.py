@@ -28,13 +28,11 @@ class Target:
 
 
 def target_of(options: argparse.Namespace) -> Target:
+    """What a new search is for; says so where it is not the device that is here."""
     here = device.current()
     asked = options.arch
     if asked == "interpret" or (asked is None and not options.offline and here.arch != "interpret"):
-        if asked == "interpret" and here.arch != "interpret":
-            raise ValueError(
-                f"autotune: --arch interpret needs TKERNELS_DEVICE=cpu, got {here.arch}"
-            )
+        _check_interpreter(asked)
         if here.compile_only:
             raise ValueError(
                 f"autotune: the device must be able to run, got compile-only {here.arch} "
@@ -57,6 +55,40 @@ def target_of(options: argparse.Namespace) -> Target:
     return Target(facts, True, options.python or _python_for(facts))
 
 
+def target_for(arch: str, offline: bool, python: str | None) -> Target:
+    """What a search that is stored goes on for; raises ValueError with why it cannot, here."""
+    here = device.current()
+    if not offline and (here.arch != arch or here.compile_only):
+        name = "no device that runs" if here.compile_only else here.arch
+        raise ValueError(f"it was measured on {arch}, and here is {name}")
+    dev = device.offline_facts(arch) if offline else here
+    target = Target(dev, offline, python or (_python_for(dev) if offline else sys.executable))
+    if target.python == sys.executable:
+        device.require_triton()
+    return target
+
+
+def shown_device(options: argparse.Namespace) -> device.Device:
+    """The device that ``--status`` is about, which needs not be here, nor its compiler."""
+    here = device.current()
+    _check_interpreter(options.arch)
+    if options.arch is not None:
+        return here if options.arch == here.arch else device.offline_facts(options.arch)
+    if here.arch != "interpret":
+        return here
+    print(
+        f"autotune: found no accelerator; this is what {BARE_ARCH} has (--arch for another)",
+        file=sys.stderr,
+    )
+    return device.offline_facts(BARE_ARCH)
+
+
+def _check_interpreter(asked: str | None) -> None:
+    arch = device.current().arch
+    if asked == "interpret" and arch != "interpret":
+        raise ValueError(f"autotune: --arch interpret needs TKERNELS_DEVICE=cpu, got {arch}")
+
+
 def _python_for(facts: device.Device) -> str:
     """The Python whose triton compiles for the chip."""
     if not facts.is_npu:
@@ -76,9 +108,9 @@ def _python_for(facts: device.Device) -> str:
     )
 
 
-def trials_of(options: argparse.Namespace, target: Target) -> int:
+def trials_of(sampler: str, target: Target) -> int:
     """How many configs a problem is given, where the command does not say."""
-    if options.sampler == "exhaustive":
+    if sampler == "exhaustive":
         return 10**9
     if not target.offline:
         return TRIALS["measured"]

@@ -31,17 +31,28 @@ _WAIT_S = 15  # after that it is said that others are waited for
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """How trials are run, the same for all problems of a command."""
+    """How a search is run."""
 
     dev: Device  # whose config is sought
     storage: optuna.storages.BaseStorage
     budget: Budget
-    fingerprint: Callable[[KernelSpec], Mapping[str, Any]]
+    fingerprint: Mapping[str, Any]  # what two searches must share to be one study
     workers: Sequence[Worker]
     offline: bool = False
     sampler: str = "auto"
     seed: int = 0
     compile_limit: float = 300.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One search to do: its problem, how far and how it is searched."""
+
+    task: Task
+    budget: Budget
+    sampler: str = "auto"
+    only: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    study: optuna.Study | None = None  # the one to go on with; None: it may be new
 
 
 class DefaultFailedError(ValueError):
@@ -71,6 +82,35 @@ class Watch:
         """A problem is done."""
 
 
+def begin(spec: KernelSpec, task: Task, setup: Setup) -> optuna.Study:
+    """The study of ``task``, made if it is new, with how it is searched: for ``--resume``."""
+    study = store.open_study(
+        setup.storage,
+        task,
+        setup.fingerprint,
+        spec.default_config(task.problem, setup.dev),
+        search.new_sampler(setup.seed),
+        search.new_pruner(),
+    )
+    seconds = setup.budget.seconds
+    terms: dict[str, Any] | None = {
+        "trials": setup.budget.trials,
+        "seconds": seconds if seconds < math.inf else None,  # JSON has no infinity
+        "sampler": setup.sampler,
+    }
+    if stored_outcome(study, task, setup.budget) is not None:  # no more is asked for than is there
+        terms = study.user_attrs["outcome"].get("terms")
+    if study.user_attrs.get("terms") != terms:
+        study.set_user_attr("terms", terms)
+    return study
+
+
+def is_unfinished(study: optuna.Study) -> bool:
+    """Whether a search was begun, or asked for, and did not end."""
+    outcome = study.user_attrs.get("outcome")
+    return not outcome or outcome.get("terms") != study.user_attrs.get("terms")
+
+
 def tune(
     spec: KernelSpec,
     task: Task,
@@ -87,15 +127,7 @@ def tune(
     leave the study as far as it came.
     """
     default = spec.default_config(task.problem, setup.dev)
-    fingerprint = setup.fingerprint(spec)
-    study = store.open_study(
-        setup.storage,
-        task,
-        fingerprint,
-        default,
-        search.new_sampler(setup.seed),
-        search.new_pruner(),
-    )
+    study = begin(spec, task, setup)
     finished = stored_outcome(study, task, setup.budget)
     if finished is not None and set(finished.config) <= set(space):
         watch.ends(finished)
@@ -120,15 +152,16 @@ def tune(
     outcome = stored_outcome(study, task, setup.budget)  # by another process that joined
     if outcome is None:
         outcome = _outcome(searching, task, setup, default)
-        study.set_user_attr("outcome", _kept(outcome, searching))
+        study.set_user_attr("outcome", _kept(outcome, searching, study))
     watch.ends(outcome)
     return outcome
 
 
-def _kept(outcome: Outcome, searching: Search) -> dict[str, Any]:
+def _kept(outcome: Outcome, searching: Search, study: optuna.Study) -> dict[str, Any]:
     fields = {f.name: getattr(outcome, f.name) for f in dataclasses.fields(Outcome)}
     del fields["task"]
-    return {**fields, "exhausted": searching.exhausted}
+    terms = study.user_attrs.get("terms")
+    return {**fields, "exhausted": searching.exhausted, "terms": terms}
 
 
 def stored_outcome(study: optuna.Study, task: Task, budget: Budget) -> Outcome | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,9 +22,11 @@ from tkernels.registry import get
 
 pytest.importorskip("optuna", reason="the tuner needs optuna (tkernels[tune])")
 
-from autotune import store
+from autotune import fingerprint, store, target, tune
 from autotune.__main__ import main
-from autotune.records import Task
+from autotune.problems import bench_tasks
+from autotune.records import Answer, Task
+from autotune.search import Budget
 
 SPEC = get("rms_norm")
 CASE = SPEC.cases[0]
@@ -140,7 +144,7 @@ def test_a_tuner_that_was_killed_goes_on(
     assert len(lost) <= 1
     again = main(["--resume", "--arch", "interpret", "--storage", str(tmp_path / ".autotune")])
     assert again == 0
-    assert "no search for interpret was interrupted" in capsys.readouterr().err
+    assert "no search for interpret was interrupted, in" in capsys.readouterr().err
 
 
 @on_interpreter
@@ -150,28 +154,250 @@ def test_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
     assert tuner.wait(timeout=90) == 130
     assert tuner.stderr is not None
     assert tuner.stderr.read().splitlines()[-1] == (
-        "autotune: stopped; all that was measured is kept, and the same command goes on"
+        "autotune: stopped; all that was measured is kept, and the same command, or --resume, "
+        "goes on"
     )
     assert len(trials(tmp_path)) >= 2
     [study] = store.all_studies(store.open_storage(str(tmp_path / ".autotune")))
     assert not store.in_work(study)  # else the next tuner would wait for it, anywhere else for ever
 
 
-def test_resume_names_what_other_chips_have_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def interrupt_after(count: int, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """A command in this process that Ctrl-C ends when it is about to try another config."""
+    left = itertools.count(count, -1)
+    tries = tune.try_config
+
+    def stopped(*args: Any) -> Answer:
+        if next(left) <= 0:
+            raise KeyboardInterrupt
+        return tries(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tune, "try_config", stopped)
+        assert main([*arguments, "--jobs", "1"]) == 130
+
+
+def rows(capsys: pytest.CaptureFixture[str]) -> tuple[list[dict[str, Any]], str]:
+    """What was printed: JSON lines, and the words for people."""
+    done = capsys.readouterr()
+    return [json.loads(line) for line in done.out.splitlines()], done.err
+
+
+ONE = ["--kernel", "rms_norm", "--case", CASE.name]
+
+
+@on_interpreter
+@pytest.mark.parametrize(("given", "tried"), [([], 5), (["--trials", "3"], 3)])
+def test_resume_goes_on_with_the_trials_of_the_search(
+    given: list[str],
+    tried: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = ["--arch", "interpret", "--trials", "5", "--sampler", "random", "--timeout", "999"]
+    interrupt_after(2, monkeypatch, *ONE, *asked)
+    terms = []
+    begin = tune.begin
+    monkeypatch.setattr(tune, "begin", lambda *args: terms.append(args[2]) or begin(*args))
+    capsys.readouterr()
+    assert main(["--resume", "--json", *given]) == 0
+    [row], said = rows(capsys)
+    assert (row["arch"], row["trials"]) == ("interpret", tried)
+    assert terms[0].sampler == "random"
+    assert terms[0].budget == Budget(tried, 999.0)
+    assert "going on with 1 search for interpret, on this device" in said
+    assert "offline" not in said
+    assert main(["--resume", "--json"]) == 0
+    assert rows(capsys) == (
+        [],
+        f"autotune: no search was interrupted, in {Path('.autotune/journal.log')}\n",
+    )
+
+
+@on_interpreter
+def test_a_search_whose_trials_are_not_kept_gets_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(target.TRIALS, "measured", 4)
+    interrupt_after(1, monkeypatch, *ONE, "--arch", "interpret", "--trials", "6")
+    [study] = store.all_studies(store.open_storage(None))
+    study.set_user_attr("terms", None)
+    capsys.readouterr()
+    assert main(["--resume", "--json"]) == 0
+    [row], said = rows(capsys)
+    assert row["trials"] == 4
+    assert "1 search was begun by a version that did not keep --trials, and will try 4" in said
+
+
+@on_interpreter
+def test_resume_goes_on_with_the_same_part_of_the_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    key, values = next((k, v) for k, v in SPEC.space(device.current()).items() if len(v) > 2)
+    only = ["--only", f"{key}={values[0]},{values[1]}"]
+    interrupt_after(2, monkeypatch, *ONE, "--arch", "interpret", "--trials", "5", *only)
+    assert main(["--resume", "--table", "table.json"]) == 0
+    default = SPEC.default_config(CASE.problem, device.current())
+    configs = [row["config"] for row in json.loads(Path("table.json").read_text())]
+    assert len(configs) == 5
+    assert all(c[key] in values[:2] for c in configs if c != default)
+    assert len(store.all_studies(store.open_storage(None))) == 1
+
+
+@on_interpreter
+def test_resume_finishes_all_that_was_asked_for_on_all_architectures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also the problems that an interrupted command had not come to."""
+    monkeypatch.chdir(tmp_path)
+    offline = ["--kernel", "rms_norm", "--arch", "sm90", "--trials", "2"]
+    interrupt_after(1, monkeypatch, *offline)
+    interrupt_after(1, monkeypatch, *ONE, "--arch", "interpret", "--trials", "2")
+    capsys.readouterr()
+    assert main(["--resume", "--json"]) == 0
+    found, said = rows(capsys)
+    count = len(bench_tasks(SPEC, "sm90"))
+    assert count > 1
+    assert [row["arch"] for row in found] == ["sm90"] * count + ["interpret"]
+    assert {row["trials"] for row in found} == {2}
+    assert f"going on with {count} searches for sm90, offline" in said
+    assert "found no accelerator" not in said
+
+
+@on_interpreter
+def test_a_larger_search_is_interrupted_for_all_its_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a smaller one found stands until the larger one has come to its problem."""
+    monkeypatch.chdir(tmp_path)
+    tasks = [task.case for task in bench_tasks(SPEC, "interpret")]
+    asked = ["--kernel", "rms_norm", "--arch", "interpret", "--trials"]
+    assert len(tasks) > 1
+    assert main([*asked, "2"]) == 0
+    interrupt_after(0, monkeypatch, *asked, "3")
+    capsys.readouterr()
+    assert main(["--export", "tuned", "--force"]) == 0
+    entries = json.loads(Path("tuned/interpret/rms_norm.json").read_text())["entries"]
+    assert [entry["trials"] for entry in entries] == [2] * (len(tasks) - 1)
+    assert main(["--resume", "--json"]) == 0
+    assert [row["trials"] for row in rows(capsys)[0]] == [3] * len(tasks)
+    assert main([*asked, "2", "--json"]) == 0  # less than is there: nothing to go on with
+    assert main(["--resume"]) == 0
+    assert "no search was interrupted" in capsys.readouterr().err
+
+
+def test_resume_names_what_cannot_go_on_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not left out without a word: other chips, changed kernels, compilers that are missing."""
+
+    def no_compiler(facts: device.Device) -> str:
+        raise ValueError("autotune: expected an environment with triton-ascend, got none")
+
+    monkeypatch.setattr(target, "_python_for", no_compiler)
     where = str(tmp_path / "journal.log")
     storage = store.open_storage(where)
-    for arch in ("sm90", "sm90", "sm120"):
+    same = {"kernel_hash": fingerprint.kernel_hash(SPEC)}
+    for kernel, arch, facts in (
+        ("rms_norm", "sm75", same),
+        ("rms_norm", "sm75", same),
+        ("rms_norm", "ascend910b", {**same, "offline": True}),
+        ("rms_norm", "sm90", {"kernel_hash": "of before"}),
+        ("nobodys", "sm90", same),
+    ):
         key = {"n": len(store.all_studies(storage))}
-        store.open_study(storage, Task("rms_norm", "a case", {"n": 1}, key, arch), {}, {})
-    assert main(["--resume", "--arch", "interpret", "--storage", where]) == 0
-    said = capsys.readouterr().err.splitlines()[-3:]
-    assert [line.split("; ")[0] for line in said] == [
-        "autotune: no search for interpret was interrupted",
-        "autotune: 1 for sm120 were interrupted",
-        "autotune: 2 for sm90 were interrupted",
+        store.open_study(storage, Task(kernel, "a case", {"n": 1}, key, arch), facts, {})
+    assert main(["--resume", "--storage", where]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition("autotune: ")[2] for line in said] == [
+        "1 search was not gone on with (rms_norm a case for sm90): the kernel has changed since; "
+        "--kernel begins anew",
+        "1 search was not gone on with (nobodys a case for sm90): no kernel nobodys is registered "
+        "(--import names its module)",
+        "2 searches were not gone on with (rms_norm a case for sm75, rms_norm a case for sm75): it "
+        f"was measured on sm75, and here is {device.current().arch}",
+        "1 search was not gone on with (rms_norm a case for ascend910b): expected an environment "
+        "with triton-ascend, got none",
     ]
+    assert main(["--resume", "--arch", "sm120", "--storage", where]) == 0
+    assert capsys.readouterr().err == (
+        f"autotune: no search for sm120 was interrupted, in {where}\n"
+    )
+
+
+@on_interpreter
+def test_a_search_of_another_compiler_is_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    interrupt_after(1, monkeypatch, *ONE, "--arch", "interpret", "--trials", "3")
+    facts = {**fingerprint.chip(), "triton": "9.9"}
+    monkeypatch.setattr(fingerprint, "chip", lambda: facts)
+    capsys.readouterr()
+    assert main(["--resume"]) == 0
+    assert re.search(r"not gone on with .*: triton \S+ then, 9.9 now; --kernel begins anew",
+                     capsys.readouterr().err)  # fmt: skip
+    assert len(store.all_studies(store.open_storage(None))) == 1
+
+
+# ---- what is said ------------------------------------------------------------------------------
+
+
+@on_interpreter
+def test_what_searches_nothing_announces_no_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(target, "_python_for", lambda facts: pytest.fail("compiles nothing"))
+    interrupt_after(1, monkeypatch, *ONE, "--arch", "interpret", "--trials", "2")
+    capsys.readouterr()
+    for arguments in (["--status"], ["--status", "--arch", "ascend910b"], ["--report", "page"]):
+        assert main(arguments) == 0
+        done = capsys.readouterr()
+        assert "searching" not in done.err
+        assert "interpreter" not in done.err
+    assert main(["--status", "--kernel", "rms_norm"]) == 0
+    done = capsys.readouterr()
+    assert done.err == (
+        "autotune: found no accelerator; this is what sm90 has (--arch for another)\n"
+    )
+    assert done.out.splitlines()[-1].startswith("sm90: ")
+
+
+@on_interpreter
+def test_a_search_says_where_its_results_are_and_what_exports_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept = ["--storage", "a folder"]
+    searches = [*ONE, "--arch", "interpret", *kept, "--trials"]
+    assert main([*searches, "3"]) == 0
+    said, _, command = capsys.readouterr().err.splitlines()[-1].partition(" tuned/: ")
+    assert said == (
+        "autotune: no tuned files were written; the results are kept in a folder/journal.log; "
+        "this writes them below"
+    )
+    assert command.startswith("python -m autotune --export tuned --storage 'a folder/journal.log'")
+    monkeypatch.setattr(tune, "tune", lambda *args: pytest.fail("it tries nothing"))
+    assert main(shlex.split(command)[3:]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "wrote tuned/interpret/rms_norm.json",
+        "autotune: programs use them with TKERNELS_CONFIG_DIR=tuned",
+    ]
+    [entry] = json.loads(Path("tuned/interpret/rms_norm.json").read_text())["entries"]
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert main([*searches, "3", "--export", "own", "--force"]) == 0
+    assert "no tuned files" not in capsys.readouterr().err
+    assert json.loads(Path("own/interpret/rms_norm.json").read_text())["entries"] == [entry]
+    assert main(["--export", "none", *kept]) == 2  # times of the interpreter
+    left_out, last = capsys.readouterr().err.splitlines()
+    assert "1 search was not exported (rms_norm" in left_out
+    assert "--export needs a search that ended" in last
 
 
 # ---- a real kernel -----------------------------------------------------------------------------
@@ -272,7 +498,9 @@ def test_bare_command_searches_offline(tmp_path: Path) -> None:
         (["--kernel", "rms_norm", "--only", "num_warps"], "KEY=VALUE,... .*got 'num_warps'"),
         (["--kernel", "rms_norm", "--only", "warps=4"], "a config key, of .*got 'warps'"),
         (["--kernel", "rms_norm", "--only", "num_warps=3"], "num_warps= must be of .*got '3'"),
-        ([], "expected --kernel, --resume, --status or --report, got none"),
+        ([], "expected --kernel, --resume, --status, --report or --export, got none"),
+        (["--shape", "n=1", "--export", "t"], "--shape belongs to a search, got no --kernel"),
+        (["--resume", "--shape", "n=1"], "--shape and --model belong to a new search"),
     ],
 )
 def test_refusals(
