@@ -413,6 +413,8 @@ def read_positions(
         assert cache.residual_scale is not None
         slots = cache.slots.transpose(1, 2).flatten(0, 1)[positions]
         held = slots != NO_SLOT
+        if not cache.is_static:
+            held &= cache.scale.transpose(1, 2).flatten(0, 1)[positions] < 0
         row = torch.where(held, slots.long() & 0xFFFF, 0)
         head = torch.arange(row.shape[-1], device=row.device)
         rows = fp4_dequantize_ref(

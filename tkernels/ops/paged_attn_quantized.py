@@ -802,7 +802,7 @@ def _plan(*given: Any, config: Config | None) -> Callable[..., None] | None:
                 RESIDUAL_BLOCK=residual_block,
                 MANTISSA=mantissa_bits,
                 PAIRS=pairs,
-                ASM=dev.type == "cuda",
+                ASM=on_gpu and dev.arch != "interpret",
                 SCAN=on_gpu,
                 OUTLIERS=outliers,
                 **{**cfg, **({"num_warps": warps} if outliers and on_gpu else {})},

@@ -46,9 +46,10 @@ def quantize_per_token_ref(
     finite = values.isfinite().all(1)
     absmax = values.abs().amax(1)
     absmax = torch.where(absmax < 2.0**-100, 0.0, absmax)
-    scale = torch.where(finite, absmax / 127.0, torch.nan)
+    most = torch.full_like(absmax, 127.0)  # by a number, torch multiplies on some devices
+    scale = torch.where(finite, absmax / most, torch.nan)
     some = finite & (absmax > 0)
-    inverse = torch.where(some, 127.0 / torch.where(some, absmax, 1.0), 0.0)
+    inverse = torch.where(some, most / torch.where(some, absmax, 1.0), 0.0)
     steps = torch.where(some[:, None], values * inverse[:, None], 0.0)
     codes = steps.clamp(-127.0, 127.0).round().to(torch.int8)
     return (
