@@ -51,7 +51,9 @@ SHAPES = {  # of each bench case; of all its kernels where several have one of t
     "decode-b1-ctx4096-32/8x128-bf16": "batch=1,context=4096",
     "decode-b64-ctx4096-32/8x128-int8-bf16": "batch=64,context=4096",
     "decode-b64-ctx4096-32/8x128-int8_fp4-bf16": "batch=64,context=4096,residuals=true",
-    "decode-b64-ctx4096-32/8x128-int8_static_fp4-bf16": "batch=64,context=4096,residuals=true,static=true",
+    "decode-b64-ctx4096-32/8x128-int8_static_fp4-bf16": (
+        "batch=64,context=4096,residuals=true,static=true"
+    ),
     "decode-b256-ctx1024-32/8x128-int8-bf16": "batch=256,context=1024",
     "decode-b256-ctx1024-32/8x128-int8_fp4-bf16": "batch=256,context=1024,residuals=true",
     "decode-b1-ctx32768-32/8x128-int8-bf16": "batch=1,context=32768",

@@ -771,6 +771,7 @@ def _plan(*given: Any, config: Config | None) -> Callable[..., None] | None:
     splits, outlier_splits = cfg["SPLITS"], cfg["OUTLIER_SPLITS"]
     tiles = batch * row_tiles * (n_heads // pack)
     on_gpu = bool(dev.registers)
+    asm = on_gpu and dev.arch != "interpret"
     shared = {
         "N_HEADS": n_heads,
         "HEAD_DIM": head_dim,
@@ -802,7 +803,7 @@ def _plan(*given: Any, config: Config | None) -> Callable[..., None] | None:
                 RESIDUAL_BLOCK=residual_block,
                 MANTISSA=mantissa_bits,
                 PAIRS=pairs,
-                ASM=on_gpu and dev.arch != "interpret",
+                ASM=asm,
                 SCAN=on_gpu,
                 OUTLIERS=outliers,
                 **{**cfg, **({"num_warps": warps} if outliers and on_gpu else {})},
@@ -813,7 +814,7 @@ def _plan(*given: Any, config: Config | None) -> Callable[..., None] | None:
 
     attend = attention_by(on_gpu and q.dtype != torch.float32)
     attend_bytes = attention_by(False)  # at odd addresses
-    addressable = not dev.compile_only
+    addressable = asm and not dev.compile_only
     combine: Callable[..., None] | None = None
     n_merges = 0
     n_parts = 0
