@@ -7,6 +7,7 @@ import difflib
 import inspect
 import itertools
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,9 +175,11 @@ def _launch_on_fakes(spec: KernelSpec, problem: Problem) -> None:
     # stand before addresses.
     with (
         contextlib.suppress(RuntimeError),
+        warnings.catch_warnings(),
         FakeTensorMode(),
         replaced_run(lambda *args, **kwargs: None),
     ):
+        warnings.simplefilter("ignore")  # or torch warns of the address
         spec.launch(**spec.make_inputs(problem, device.tensor_device()))
 
 

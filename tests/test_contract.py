@@ -155,6 +155,11 @@ ACCEPTED: dict[str, dict[str, set[tuple[Callable[[torch.Tensor], Any], str]]]] =
         name: {(_strided_last, _ANY_STRIDES)} for name in ("lse_a", "lse_b", "lse_out")
     },
     "paged_attn": {"block_table": {(_narrower, _COLUMNS), (_wider, _COLUMNS)}},
+    "paged_attn_quantized": {
+        "block_table": {(_narrower, _COLUMNS), (_wider, _COLUMNS)},
+        "k_slots": {(_small_integer, _SMALL)},
+        "v_slots": {(_small_integer, _SMALL)},
+    },
     "quantize_per_token": {"x": _OTHER_SIZES},
     "release_residual_slots": {
         "slots": {(_small_integer, _SMALL), *_OTHER_SIZES},

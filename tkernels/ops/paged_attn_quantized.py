@@ -92,6 +92,8 @@ def paged_attn_quantized_ref(
     starts = range(len(q) + 1) if cu_seqlens_q is None else cu_seqlens_q.tolist()
     for b, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[b], starts[b + 1])
+        if rows.start == rows.stop:
+            continue  # nobody looks at its keys, whose slots may be anything
         low = 0
         if window is not None:
             low = max(context_len - (rows.stop - rows.start) - window + 1, 0)
@@ -854,6 +856,8 @@ def _check(*given: Any) -> tuple[bool, int]:
     """(static scales, channels that share a residual's scale, or 0); raises what metadata tells."""
     q, *fields, block_table, context_lens, out, options, max_seqlen_q, mantissa_bits = given
     check_call(_OP, q, block_table, context_lens, out, options, max_seqlen_q)
+    if q.shape[-1] % 2:
+        raise ValueError(f"{_OP}: q must have an even head_dim, got {describe(q)}")
     of_k = check_cache("k", q, *fields[:5])
     of_v = check_cache("v", q, *fields[5:])
     for name, k, v in zip(_FIELDS_READ, fields[:5], fields[5:], strict=True):
