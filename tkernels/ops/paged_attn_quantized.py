@@ -856,8 +856,6 @@ def _check(*given: Any) -> tuple[bool, int]:
     """(static scales, channels that share a residual's scale, or 0); raises what metadata tells."""
     q, *fields, block_table, context_lens, out, options, max_seqlen_q, mantissa_bits = given
     check_call(_OP, q, block_table, context_lens, out, options, max_seqlen_q)
-    if q.shape[-1] % 2:
-        raise ValueError(f"{_OP}: q must have an even head_dim, got {describe(q)}")
     of_k = check_cache("k", q, *fields[:5])
     of_v = check_cache("v", q, *fields[5:])
     for name, k, v in zip(_FIELDS_READ, fields[:5], fields[5:], strict=True):
