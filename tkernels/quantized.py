@@ -95,8 +95,6 @@ def paged_attn_quantized(
             tensor of a cache is called by both names: ``v_codes`` is ``v_cache.codes``.
     """
     bits = _mantissa_bits("paged_attn_quantized", k_cache, v_cache)
-    if isinstance(q, torch.Tensor) and q.dim() == 3 and q.shape[2] % 2:
-        raise ValueError(f"paged_attn_quantized: q must have an even head_dim, got {describe(q)}")
     of_k, of_v = fields(k_cache)[:5], fields(v_cache)[:5]
     return _launch_attention(
         q, *of_k, *of_v, block_table, context_lens,  # type: ignore[arg-type,misc]

@@ -210,6 +210,7 @@ def _residual_tile(
             exponent = tl.load(at, mask=ok, other=0)
         if ASM:
             part0, part1 = _decoded(words, shift.to(tl.int16), exponent.to(tl.int16), MANTISSA)
+            part0, part1 = part0.to(DTYPE), part1.to(DTYPE)
         else:
             words = words.to(tl.int32) >> shift
             part0 = _four_bits(words & 15, exponent, MANTISSA).to(DTYPE)
@@ -323,9 +324,10 @@ def _code_tile(
     half: tl.constexpr = HEAD_DIM // 2
     j = tl.arange(0, BLOCK_H)
     if not PAIRS:
-        # Ascend reads for masked lanes, too.
-        at = ptr + cells[:, None] + tl.minimum(j, half - 1)[None, :]
         there = ok[:, None] & (j < half)[None, :]
+        # Ascend reads for masked lanes, too; but a whole row it reads at once, as it lies.
+        column = j if half == BLOCK_H else tl.minimum(j, half - 1)
+        at = ptr + cells[:, None] + column[None, :]
         part0 = tl.load(at, mask=there, other=0).to(tl.float32).to(DTYPE)
         part1 = tl.load(at + half, mask=there, other=0).to(tl.float32).to(DTYPE)
         if TRANSPOSED:
@@ -470,17 +472,18 @@ def _attend_outliers(
             v0, v1 = _code_tile(v_ptr, cells, ok, HEAD_DIM, BLOCK_H, False, True, PAIRS, V_DTYPE,
                             ASM)
             k_rest0, k_rest1 = _residual_tile(
-                k_slot, n_slots, k_residual_ptr, k_exponents_ptr, V_DTYPE, True, HEAD_DIM,
+                k_slot, n_slots, k_residual_ptr, k_exponents_ptr, K_DTYPE, True, HEAD_DIM,
                 BLOCK_H, RESIDUAL_BLOCK, MANTISSA, PAIRS, ASM)
             v_rest0, v_rest1 = _residual_tile(
                 v_slot, n_slots, v_residual_ptr, v_exponents_ptr, V_DTYPE, False, HEAD_DIM,
                 BLOCK_H, RESIDUAL_BLOCK, MANTISSA, PAIRS, ASM)
             s = tl.dot(q0, k0, input_precision="ieee")
             s = tl.dot(q1, k1, s, input_precision="ieee")
-            s = tl.dot(q0.to(V_DTYPE), k_rest0, s, input_precision="ieee")
-            s = tl.dot(q1.to(V_DTYPE), k_rest1, s, input_precision="ieee")
+            s = tl.dot(q0, k_rest0, s, input_precision="ieee")
+            s = tl.dot(q1, k_rest1, s, input_precision="ieee")
             if SPLIT_Q:
                 s = tl.dot(q1_rest, k1, tl.dot(q0_rest, k0, s))
+                s = tl.dot(q1_rest, k_rest1, tl.dot(q0_rest, k_rest0, s))
             k_scale = 0.0
             if not STATIC:
                 k_scale = tl.abs(tl.load(k_scale_ptr + place, mask=ok, other=0.0))
@@ -856,6 +859,8 @@ def _check(*given: Any) -> tuple[bool, int]:
     """(static scales, channels that share a residual's scale, or 0); raises what metadata tells."""
     q, *fields, block_table, context_lens, out, options, max_seqlen_q, mantissa_bits = given
     check_call(_OP, q, block_table, context_lens, out, options, max_seqlen_q)
+    if q.shape[-1] % 2:
+        raise ValueError(f"{_OP}: q must have an even head_dim, got {describe(q)}")
     of_k = check_cache("k", q, *fields[:5])
     of_v = check_cache("v", q, *fields[5:])
     for name, k, v in zip(_FIELDS_READ, fields[:5], fields[5:], strict=True):
@@ -987,10 +992,12 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     tiles = p["batch"] * p["num_kv_heads"] * cdiv(rows, block_m) * (1 if pack else group)
     keys = _most_keys(p)
     splits, share = _default_splits(tiles, keys, dev.num_dot_cores, compute_bound=block_m >= 64)
+    # Outliers' programs wait more than they read, so there are several a core.
+    outlier_splits = 1 << (min(8, max(2, 8 * dev.num_dot_cores // tiles)).bit_length() - 1)
     config: Config = {
         "BLOCK_M": block_m,
         "BLOCK_N": p["block_size"],
-        "OUTLIER_SPLITS": max(2, splits // 4) if p["residual_block"] else 0,
+        "OUTLIER_SPLITS": outlier_splits if p["residual_block"] else 0,
         "CHUNK": 256 if dev.registers else 32,
         "LIST": 32 if dev.registers else 16,
         "PACK_HEADS": pack,
