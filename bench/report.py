@@ -140,9 +140,9 @@ def readme_table(folder: Path = RESULTS) -> str:
         return "no results yet"
     legend = (
         "us: median of one call. ratio: time of the best peer over ours, from one run. of roof: "
-        "share of the measured copy bandwidth (or matmul rate) of the card; in a hot cache it may "
-        "pass 100%. cold: buffers rotate through more than twice the L2 cache; warm: through less; "
-        "hot: one set of buffers."
+        "share of the measured copy bandwidth (or bf16 matmul rate) of the card; in a hot cache, "
+        "and with int8 products, it may pass 100%. cold: buffers rotate through more than twice "
+        "the L2 cache; warm: through less; hot: one set of buffers."
     )
     if any(row.gain is not None for rows in by_card.values() for row in rows):
         legend += (
