@@ -228,6 +228,8 @@ def estimate(spec: KernelSpec, problem: Problem, config: Config) -> Answer:
     reason = spec.why_illegal(config, problem, device.current())
     if reason is not None:
         return Answer("illegal", reason)
+    if spec.name in nvidia_work.UNCOUNTED:
+        return Answer("not estimated", f"how long the loops of {spec.name} are is not modelled")
     launches = _launches(spec, problem, config)
     compiled: list[Compiled] = []
     for launch in launches:

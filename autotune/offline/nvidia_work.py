@@ -46,6 +46,10 @@ class Work:
             yield len(own), sum(own)
 
 
+# Their loops have lengths that nothing here counts yet: no estimate is better than a wrong one.
+UNCOUNTED = ("masked_gemm", "paged_attn_quantized")
+
+
 def of_launch(kernel: str, problem: Problem, launch: Launch) -> Work:
     """The work of ``launch``, which the kernel called ``kernel`` made for ``problem``."""
     grid, args = launch.grid[0] * launch.grid[1] * launch.grid[2], launch.args
