@@ -71,10 +71,7 @@ class Session:
     def open(self, request: dict[str, Any]) -> dict[str, Any]:
         """Take on one problem; nothing is allocated yet."""
         from tkernels import device, registry
-        from tkernels.interpreter import correct_bfloat16
 
-        if device.current().arch == "interpret":
-            correct_bfloat16()
         self.spec = registry.get(request["kernel"])
         self.problem = decode(request["problem"])
         self.bench = self.candidate = None

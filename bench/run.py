@@ -94,9 +94,7 @@ def measure(
 ) -> Outcome:
     """Time each chosen case; ``say`` receives progress and whatever was left out, a line each."""
     if device.current().arch == "interpret":
-        from tkernels.interpreter import correct_bfloat16
-
-        correct_bfloat16()
+        device.require_triton()
         say("bench: Triton interpreter, smoke cases only; times mean nothing here")
     if device.tensor_device().type == "cpu" and (wanted is None or "compile" in wanted):
         say("bench: provider compile is left out on the CPU")

@@ -1,4 +1,4 @@
-"""Device fixture, seed, and the interpreter made right for bfloat16."""
+"""Device fixture and seed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,6 @@ import torch
 
 import tkernels  # before triton: it switches the interpreter on where there is no accelerator
 from tkernels import device
-
-if device.current().arch == "interpret":
-    from tkernels.interpreter import correct_bfloat16
-
-    correct_bfloat16()
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

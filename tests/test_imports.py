@@ -123,6 +123,18 @@ def test_triton_first_with_the_interpreter_on_is_fine() -> None:
     assert output(program, device="cpu", interpret="1") == "interpret\n"
 
 
+def test_import_alone_makes_bfloat16_right_in_the_interpreter() -> None:
+    program = (
+        "import torch, tkernels\n"
+        "x, scale = torch.full((1, 16), 1.0078125, dtype=torch.bfloat16), torch.ones(1)\n"
+        "w = torch.ones(1, 16, dtype=torch.int8)\n"
+        "print(tkernels.masked_gemm(x, w, scale, high=True).item())\n"
+        "print(tkernels.masked_gemm(0 * x, w, scale, bias=torch.full((1,), 1.013)).item())"
+    )
+    # The sum of products of numbers, not of their bits; and rounded, not cut off.
+    assert output(program, device="cpu") == "16.125\n1.015625\n"
+
+
 def fake_distribution(folder: Path, name: str) -> None:
     info = folder / f"{name.replace('-', '_')}-3.2.0.dist-info"
     info.mkdir(parents=True)

@@ -26,6 +26,11 @@ from tkernels.ops.silu_and_mul import silu_and_mul
 from tkernels.quantized import append_quantized_kv, paged_attn_quantized
 from tkernels.rope_table import build_cos_sin_cache
 
+if device.INTERPRETED:  # whose bfloat16 is wrong
+    from tkernels.interpreter import correct_bfloat16
+
+    correct_bfloat16()
+
 __version__ = "0.1.0"
 
 __all__ = [

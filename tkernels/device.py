@@ -277,6 +277,10 @@ def is_there(part: Any) -> bool:
     return not isinstance(part, _MissingTriton)
 
 
+# Whether kernels run in Triton's interpreter.
+INTERPRETED = KIND == "cpu" and not _COMPILE_ARCH and is_there(triton)
+
+
 def _cuda_device() -> Device:
     if torch.version.hip:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Make Triton's interpreter compute bfloat16 as hardware does. For tests and tools on the CPU.
+"""Make Triton's interpreter compute bfloat16 as hardware does, where ``import tkernels`` needs it.
 
 Triton keeps bfloat16 as uint16 bit patterns in its interpreter. As of 3.9, ``tl.dot`` multiplies
 these patterns as integers (triton-lang/triton issue 11584), integers become patterns instead of

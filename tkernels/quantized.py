@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tkernels import check
 from tkernels.check import describe
 from tkernels.kv_format import MANTISSA_BITS, QuantizedKV, append_quantized_ref, fields
 from tkernels.ops.append_quantized_kv import append_quantized_kv as _launch_append
@@ -33,6 +34,7 @@ def append_quantized_kv(
         slot_mapping: [n_tokens], int32 or int64: block * block_size + offset. Places below 0 and
             past the cache are skipped; no two tokens may share one, nor may two launches write
             one place at a time: its pool slot is then undefined, and a launch on a GPU may hang.
+            TKERNELS_DEBUG=1 refuses places that two tokens share.
         config: launch config; None looks it up.
 
     Raises:
@@ -40,6 +42,9 @@ def append_quantized_kv(
             tensor of a cache is called by both names: ``v_codes`` is ``v_cache.codes``.
     """
     bits = _mantissa_bits("append_quantized_kv", k_cache, v_cache)
+    debug = check.DEBUG and not torch.compiler.is_compiling()
+    if debug and isinstance(slot_mapping, torch.Tensor):  # else the launch says so
+        _check_places(slot_mapping, k_cache.codes.shape[:2].numel())
     of_k, of_v = fields(k_cache), fields(v_cache)  # nine tensors each
     _launch_append(k, v, *of_k, *of_v, slot_mapping, mantissa_bits=bits, config=config)  # type: ignore
 
@@ -131,13 +136,28 @@ def paged_attn_quantized_ref(
     )  # fmt: skip
 
 
+def _check_places(slot_mapping: torch.Tensor, n_places: int) -> None:
+    """Wait for the device and raise if two tokens have one place of the cache."""
+    used = slot_mapping[(slot_mapping >= 0) & (slot_mapping < n_places)].sort().values
+    shared = used[1:][used[1:] == used[:-1]]
+    if shared.numel():
+        raise ValueError(
+            "append_quantized_kv: slot_mapping must hold a place of its own for each token, got "
+            f"{int(shared[0])} more than once"
+        )
+
+
 def _mantissa_bits(name: str, k_cache: QuantizedKV, v_cache: QuantizedKV) -> int:
     """Of the residuals of both."""
     for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not isinstance(cache, QuantizedKV):
             raise TypeError(f"{name}: {argument} must be a QuantizedKV, got {describe(cache)}")
+        if not isinstance(cache.codes, torch.Tensor):
+            raise TypeError(
+                f"{name}: {argument}.codes must be a tensor, got {describe(cache.codes)}"
+            )
     wanted, given = k_cache.residual_format, v_cache.residual_format
-    if wanted not in MANTISSA_BITS:
+    if not isinstance(wanted, str) or wanted not in MANTISSA_BITS:
         raise ValueError(
             f"{name}: k_cache must have a residual_format of {', '.join(MANTISSA_BITS)}, "
             f"got {wanted!r}"

@@ -227,6 +227,28 @@ def test_k_and_v_have_caches_of_their_own(mode: str, compiled: bool, dev: torch.
             assert not torch.equal(getattr(mine[0], name), getattr(mine[1], name)), name
 
 
+def test_debug_refuses_a_place_that_two_tokens_share(
+    dev: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    k_cache, v_cache = cache_of(dev), cache_of(dev)
+    x = outliers(dev, 4)
+    monkeypatch.setattr("tkernels.check.DEBUG", True)
+    past = k_cache.codes.shape[:2].numel()
+    for skipped in (-1, past):  # nobody writes there
+        places = torch.tensor([3, skipped, 0, skipped], device=dev)
+        tkernels.append_quantized_kv(x, x, k_cache, v_cache, places)
+    before = k_cache.codes.clone()
+    with pytest.raises(
+        ValueError, match=r"^append_quantized_kv: slot_mapping must hold .*, got 3 more than once"
+    ):
+        tkernels.append_quantized_kv(
+            2 * x.flip(0), x, k_cache, v_cache, torch.tensor([3, 1, 3, 2], device=dev)
+        )
+    assert torch.equal(k_cache.codes, before)
+    with pytest.raises(TypeError, match="slot_mapping must be a tensor, got"):
+        tkernels.append_quantized_kv(x, x, k_cache, v_cache, [3, 3, 3, 3])  # type: ignore[arg-type]
+
+
 def test_arguments_that_do_not_go_together(dev: torch.device) -> None:
     k_cache, v_cache, places = cache_of(dev), cache_of(dev), torch.arange(1, device=dev)
     x = outliers(dev, 1)
@@ -254,6 +276,15 @@ def test_arguments_that_do_not_go_together(dev: torch.device) -> None:
         refused(
             f"v_{name} must be another tensor than k_{one}, got one for both",
             v_cache=v_cache._replace(**{name: getattr(k_cache, one)}),
+        )
+    refused(
+        r"k_cache must have a residual_format of e1m2, e2m1, e3m0, got \['e2m1'\]",
+        k_cache=k_cache._replace(residual_format=["e2m1"]),
+    )
+    for mode in ("int8", "int8_fp4"):
+        refused(
+            r"v_cache.codes must be a tensor, got None \(NoneType\)",
+            v_cache=cache_of(dev, mode=mode)._replace(codes=None),
         )
     none = torch.empty(0, dtype=torch.int16, device=dev)
     refused(

@@ -17,7 +17,8 @@ by each launch anew, so a captured graph follows them.
 A tile whose rows agree takes one path: the branches stand round the loops over K. A mixed tile
 takes both in turn, and each stores its own rows, so that never two accumulators are alive. A row's
 result does not depend on the other rows: with all bits clear it is bit for bit that without a mask,
-with all set that of ``high=True`` (which share a tuned config for this reason).
+with all set that of ``high=True`` (which share a tuned config for this reason; but not where only
+the int8 operands have rows that do not divide by 16 bytes, which ``high=True`` does not read).
 
 Few tiles do not fill a chip: then SPLIT_K programs share the K of a tile, each leaves its sum (32
 bits, int32 or fp32) in a workspace, and a second kernel adds these in order.
@@ -442,8 +443,8 @@ def masked_gemm(
         weight_scale: fp32 [N]; zero is a scale.
         x_q, x_scale: int8 [M, K] and fp32 [M] of x, as ``quantize_per_token`` makes them; None
             makes them here, if a row can run low.
-        high_weight: [N, K] of x's dtype, for rows that run high; None: these take ``weight`` and
-            unquantised activations (W8A16).
+        high_weight: [N, K] of x's dtype, for rows that run high, unread where none can; None: these
+            take ``weight`` and unquantised activations (W8A16).
         bias: [N], fp32 or x's dtype.
         mask: int64 [n_words >= 1]: bit g % 64 of word g // 64 sends the rows of group g the high
             way. It must not change while a call runs. None: all go the way that ``high`` says.

@@ -170,8 +170,9 @@ def quantize_per_token(
 
     Args:
         x: [n_rows, n_cols], fp32, bf16 or fp16, contiguous columns, any row stride.
-        out: int8 like x, written and returned.
-        scale_out: fp32 [n_rows], contiguous, written and returned.
+        out: int8 [n_rows, n_cols], contiguous columns, any row stride, written and returned.
+        scale_out: fp32 [n_rows], contiguous, written and returned. Neither may share memory with x
+            or the other.
         config: launch config; None looks it up.
 
     Returns:
