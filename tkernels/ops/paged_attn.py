@@ -474,7 +474,7 @@ def paged_attn(
         cu_seqlens_q: int32 [batch + 1], where the tokens of each sequence begin in q; None: one
             token a sequence. Values of these three are checked under TKERNELS_DEBUG=1 only.
         max_seqlen_q: at least the most tokens of a sequence in q, given with cu_seqlens_q. What a
-            sequence has past it is not written.
+            sequence has past it is not written, and nor are rows of q that belong to none.
         scale: factor of the scores; None is head_dim ** -0.5.
         window: the query at position p sees keys p - window + 1 to p only.
         softcap: c, scores become c * tanh(score / c); None: no cap.
