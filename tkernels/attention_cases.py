@@ -109,7 +109,7 @@ def paged_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
     pool = (num_blocks, block_size, p["num_kv_heads"], p["head_dim"])
     caches = normal(*pool), normal(*pool)
     if p["poison"]:
-        for place, slots in out_of_sight(p, order, ends):
+        for place, slots in _out_of_sight(p, order, ends):
             for cache in caches:
                 cache[place, slots] = math.nan
     n_tokens = p["batch"] if q_lens is None else sum(q_lens)
@@ -130,7 +130,7 @@ def paged_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
     return {**inputs, "return_lse": True} if p["lse"] else inputs
 
 
-def out_of_sight(p: Problem, order: list[int], ends: list[int]) -> Iterator[tuple[int, slice]]:
+def _out_of_sight(p: Problem, order: list[int], ends: list[int]) -> Iterator[tuple[int, slice]]:
     """(block, slots) that no token may read: free blocks, ends of last ones, before windows."""
     block_size = p["block_size"]
     for free in range(ends[-1], len(order)):
@@ -149,13 +149,12 @@ def paged_cost(problem: Problem) -> Cost:
     """Keys and values that any token sees are read once, q is, and the results written."""
     p, window, block_size = problem, problem["window"], problem["block_size"]
     q_lens = p["q_lens"] or [1] * p["batch"]
-    keys = blocks = pairs = 0
+    keys, blocks, pairs = seen_keys(p), 0, 0
     for n, context_len in zip(q_lens, p["contexts"], strict=True):
         if n == 0:
             continue
         most = context_len if window is None else window
         low = max(0, context_len - n - most + 1)
-        keys += context_len - low
         blocks += cdiv(context_len, block_size) - low // block_size
         pairs += sum(max(0, min(context_len - n + i + 1, most)) for i in range(n))
     tokens, heads = sum(q_lens), p["num_heads"]
@@ -168,6 +167,15 @@ def paged_cost(problem: Problem) -> Cost:
     )
 
 
+def seen_keys(problem: Problem) -> int:
+    """Keys that any token sees, of all sequences."""
+    p, keys = problem, 0
+    for n, context_len in zip(p["q_lens"] or [1] * p["batch"], p["contexts"], strict=True):
+        low = 0 if p["window"] is None else max(0, context_len - n - p["window"] + 1)
+        keys += context_len - low if n else 0
+    return keys
+
+
 def paged_peers(inputs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """FlashInfer, planned beforehand, on the plain problems that it shares with us."""
     plain = {"q", "k_cache", "v_cache", "block_table", "context_lens"}
@@ -177,33 +185,60 @@ def paged_peers(inputs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     q, table, lens = inputs["q"], inputs["block_table"], inputs["context_lens"].tolist()
     caches = (inputs["k_cache"], inputs["v_cache"])
     _, block_size, kv_heads, head_dim = caches[0].shape
-    blocks = [cdiv(n, block_size) for n in lens]
-    if q.dtype == torch.float32 or head_dim not in (64, 128, 256) or 0 in blocks:
+    if not _suits_flashinfer(q, head_dim, lens):
         return {}
-    heads = q.shape[1], kv_heads, head_dim, block_size
-    ends = torch.tensor([sum(blocks[:b]) for b in range(len(blocks) + 1)], dtype=torch.int32)
-    last = torch.tensor([(n - 1) % block_size + 1 for n in lens], dtype=torch.int32)
-    pages = torch.cat([table[b, :n] for b, n in enumerate(blocks)])
-    peers: dict[str, Callable[[], Any]] = {}
+    if not varlen:
+        return flashinfer_decode(q, caches, table, lens, "flashinfer")
     with contextlib.suppress(ImportError):
         import flashinfer
 
         scratch = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
-        if varlen:
-            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "NHD")
-            starts = inputs["cu_seqlens_q"].cpu()
-            # fmt: off
-            wrapper.plan(starts, ends, pages, last, *heads, causal=True, q_data_type=q.dtype,
-                         kv_data_type=q.dtype)
-            # fmt: on
-            return {"flashinfer": lambda: wrapper.run(q, caches)}
-        for name, tensor_cores in (("flashinfer", False), ("flashinfer-mma", True)):
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "NHD")
+        # fmt: off
+        wrapper.plan(inputs["cu_seqlens_q"].cpu(), *_pages(table, lens, block_size), q.shape[1],
+                     kv_heads, head_dim, block_size, causal=True, q_data_type=q.dtype,
+                     kv_data_type=q.dtype)
+        # fmt: on
+        return {"flashinfer": lambda: wrapper.run(q, caches)}
+    return {}
+
+
+def flashinfer_decode(
+    q: torch.Tensor, caches: Any, table: torch.Tensor, lens: list[int], name: str
+) -> dict[str, Callable[[], Any]]:
+    """FlashInfer's two modes of decode over caches of one dtype, by ``name`` and ``name``-mma."""
+    _, block_size, kv_heads, head_dim = caches[0].shape
+    peers: dict[str, Callable[[], Any]] = {}
+    if not _suits_flashinfer(q, head_dim, lens):
+        return peers
+    with contextlib.suppress(ImportError):
+        import flashinfer
+
+        scratch = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
+        for mode, tensor_cores in ((name, False), (f"{name}-mma", True)):
             decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 scratch, "NHD", use_tensor_cores=tensor_cores
             )
-            decode.plan(ends, pages, last, *heads, q_data_type=q.dtype, kv_data_type=q.dtype)
-            peers[name] = _bound(decode, q, caches)
+            # fmt: off
+            decode.plan(*_pages(table, lens, block_size), q.shape[1], kv_heads, head_dim,
+                        block_size, q_data_type=q.dtype, kv_data_type=caches[0].dtype)
+            # fmt: on
+            peers[mode] = _bound(decode, q, caches)
     return peers
+
+
+def _suits_flashinfer(q: torch.Tensor, head_dim: int, lens: list[int]) -> bool:
+    return q.dtype != torch.float32 and head_dim in (64, 128, 256) and 0 not in lens
+
+
+def _pages(
+    table: torch.Tensor, lens: list[int], block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where each sequence's pages end, all pages, and the tokens of each last page."""
+    blocks = [cdiv(n, block_size) for n in lens]
+    ends = torch.tensor([sum(blocks[:b]) for b in range(len(blocks) + 1)], dtype=torch.int32)
+    last = torch.tensor([(n - 1) % block_size + 1 for n in lens], dtype=torch.int32)
+    return ends, torch.cat([table[b, :n] for b, n in enumerate(blocks)]), last
 
 
 def _bound(wrapper: Any, q: torch.Tensor, caches: Any) -> Callable[[], Any]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from tkernels.attention_cases import paged_cost, paged_inputs, paged_problem
-from tkernels.device import cdiv
+from tkernels.attention_cases import (
+    flashinfer_decode,
+    paged_cost,
+    paged_inputs,
+    paged_problem,
+    seen_keys,
+)
 from tkernels.kv_format import MODES, NO_SLOT
 from tkernels.registry import Case, Cost, Problem
 
@@ -149,10 +153,9 @@ def cost_of(problem: Problem) -> Cost:
     """
     p = problem
     plain = paged_cost({**p, "dtype": torch.int8})
-    keys = _keys(p)
     rows = 2 * sum(p["q_lens"] or [1] * p["batch"]) * p["num_heads"] * p["head_dim"]
     moved = plain.bytes + rows * (p["dtype"].itemsize - 1)
-    vectors = 2 * keys * p["num_kv_heads"]
+    vectors = 2 * seen_keys(p) * p["num_kv_heads"]
     moved += 8 * p["num_kv_heads"] * p["head_dim"] if p["static"] else 4 * vectors
     if p["residual_block"]:
         row = p["head_dim"] // 2 + p["head_dim"] // p["residual_block"] + 2 * (not p["static"])
@@ -160,47 +163,14 @@ def cost_of(problem: Problem) -> Cost:
     return Cost(flops=plain.flops, bytes=moved)
 
 
-def _keys(p: Problem) -> int:
-    """Keys that any token sees, of all sequences."""
-    total = 0
-    for n, context_len in zip(p["q_lens"] or [1] * p["batch"], p["contexts"], strict=True):
-        low = 0 if p["window"] is None else max(0, context_len - n - p["window"] + 1)
-        total += context_len - low if n else 0
-    return total
-
-
 def peers_of(inputs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """FlashInfer over an fp8 cache of the same shape, on decode problems: what people use today."""
-    q, table, lens = inputs["q"], inputs["block_table"], inputs["context_lens"].tolist()
-    _, block_size, kv_heads, head_dim = inputs["k_codes"].shape
-    blocks = [cdiv(n, block_size) for n in lens]
-    special = {"cu_seqlens_q", "window", "softcap", "sinks"} & set(inputs)
-    if special or q.dtype == torch.float32 or head_dim not in (64, 128, 256) or 0 in blocks:
+    if {"cu_seqlens_q", "window", "softcap", "sinks"} & set(inputs):
         return {}
-    ends = torch.tensor([sum(blocks[:b]) for b in range(len(blocks) + 1)], dtype=torch.int32)
-    last = torch.tensor([(n - 1) % block_size + 1 for n in lens], dtype=torch.int32)
-    pages = torch.cat([table[b, :n] for b, n in enumerate(blocks)])
     fp8 = torch.float8_e4m3fn
     caches = tuple((inputs[f"{name}_codes"].half() / 64).to(fp8) for name in ("k", "v"))
-    peers: dict[str, Callable[[], Any]] = {}
-    with contextlib.suppress(ImportError):
-        import flashinfer
-
-        scratch = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
-        for name, tensor_cores in (("flashinfer-fp8", False), ("flashinfer-fp8-mma", True)):
-            decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                scratch, "NHD", use_tensor_cores=tensor_cores
-            )
-            # fmt: off
-            decode.plan(ends, pages, last, q.shape[1], kv_heads, head_dim, block_size,
-                        q_data_type=q.dtype, kv_data_type=fp8)
-            # fmt: on
-            peers[name] = _bound(decode, q, caches)
-    return peers
-
-
-def _bound(wrapper: Any, q: torch.Tensor, caches: Any) -> Callable[[], Any]:
-    return lambda: wrapper.run(q, caches)
+    lens = inputs["context_lens"].tolist()
+    return flashinfer_decode(inputs["q"], caches, inputs["block_table"], lens, "flashinfer-fp8")
 
 
 _EDGE = frozenset({"edge"})

@@ -42,6 +42,7 @@ from tkernels.ops.paged_attn import (
     _finish,
     _has_pdl,
     _let_next_kernel_start,
+    _most_keys,
     _sequence,
     _wait_for_earlier_kernels,
     bind_combine,
@@ -932,13 +933,6 @@ def check_cache(prefix: str, q: torch.Tensor, *fields: torch.Tensor) -> tuple[bo
 
 
 # ---- facts for tests, bench and tuner --------------------------------------------------------
-
-
-def _most_keys(problem: Problem) -> int:
-    """Keys that the tokens of one sequence can see at most, as far as shapes tell."""
-    table: int = problem["max_blocks"] * problem["block_size"]
-    window: int | None = problem["window"]
-    return max(1, table if window is None else min(table, window + problem["max_seqlen_q"] - 1))
 
 
 def _tuning_key(problem: Problem) -> dict[str, Any]:
