@@ -91,9 +91,8 @@ def check(bench: Bench, config: Config) -> None:
             shapes = tensors_of(spec.launch(**clone_inputs(inputs), config=config))
         assert len(shapes) == len(results), (spec.name, len(shapes), len(results))
         outs = {
-            name: guarded(torch.full_like(like, float("nan")), padding=0, fill=_BAND)
+            name: guarded(_unwritten(like), padding=0, fill=_BAND)
             for name, like in zip(spec.outputs, shapes, strict=False)
-            if like.dtype.is_floating_point
         }
     with poisoned_memory():
         written = {name: buffer.tensor for name, buffer in outs.items()}
@@ -112,6 +111,12 @@ def check(bench: Bench, config: Config) -> None:
             # As bytes: NaN equals NaN, and -0 is another value than 0.
             now, then = (bytes_of(t) for t in (own[name], tensor))
             assert torch.equal(now, then), f"{name}, an input, was changed"
+
+
+def _unwritten(like: torch.Tensor) -> torch.Tensor:
+    """Of the shape of ``like``, full of what no kernel writes: NaN, or the lowest integer."""
+    lowest = torch.nan if like.dtype.is_floating_point else torch.iinfo(like.dtype).min
+    return torch.full_like(like, lowest)
 
 
 def _restore(bench: Bench) -> None:

@@ -124,7 +124,7 @@ def test_a_long_life_equals_the_reference(seed: int, dev: torch.device) -> None:
         places = torch.randperm(16, generator=generator)[:3]
         blocks = torch.randint(-1, 4, (2,), generator=generator)
         # A program takes all tokens of a head here, so that both drop the same ones.
-        config = {"BLOCK_T": 4, "programs_per_core": 0, "num_warps": 1}
+        config = {"BLOCK_T": 4, "programs_per_core": 0, "PDL": False, "num_warps": 1}
         append(x.to(dev), mine, places.to(dev), config=config)
         append_quantized_ref(x.to(dev), theirs, places.to(dev))
         if step % 3 == 2:
@@ -204,7 +204,7 @@ def test_k_and_v_have_caches_of_their_own(mode: str, compiled: bool, dev: torch.
 
     def call(k_cache: QuantizedKV, v_cache: QuantizedKV) -> None:
         # One tile, so that slots are taken in the order of tokens on any device.
-        config = {"BLOCK_T": 8, "programs_per_core": 0, "num_warps": 1}
+        config = {"BLOCK_T": 8, "programs_per_core": 0, "PDL": False, "num_warps": 1}
         more: Any = {} if compiled else {"config": config}
         tkernels.append_quantized_kv(k, v, k_cache, v_cache, places, **more)
 

@@ -34,6 +34,7 @@ from tkernels.device import (
     triton,
 )
 from tkernels.kv_format import FORMATS, LARGEST, NO_SLOT, QuantizedKV, append_quantized_ref
+from tkernels.ops.paged_attn import _has_pdl, _let_next_kernel_start, _wait_for_earlier_kernels
 from tkernels.quantized_cases import (
     CASES,
     MUTATED,
@@ -132,7 +133,11 @@ def _append_quantized_kv_kernel(
     ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
     BLOCK_H: tl.constexpr,  # half a head's channels, as a power of two
     BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        _wait_for_earlier_kernels()
+        _let_next_kernel_start()
     # A program stays with one head. Those of K come first: other code runs for V.
     head, first = tl.program_id(0) % N_HEADS, tl.program_id(0) // N_HEADS
     step = tl.num_programs(0) // (2 * N_HEADS)  # programs of a head
@@ -495,6 +500,7 @@ def _plan(*given: Any, config: Config | None) -> Any:
         return None
     values = (n_tokens, n_heads, head_dim, block_size, k.dtype, static, residual_block)
     cfg, max_programs = resolve(SPEC, values, config)
+    cfg = {"PDL": False, **cfg}
     n_tiles = cdiv(n_tokens, cfg["BLOCK_T"])
     # Ascend cannot address by what an atomic operation returns.
     ordered = residual_block > 0 and not current().registers
@@ -519,6 +525,7 @@ def _plan(*given: Any, config: Config | None) -> Any:
         **constants,
         **cfg,
         **rounding_each_step(),
+        **({"launch_pdl": True} if cfg["PDL"] else {}),
     )
     n_slots = tensors[7].shape[-1]
     return launch, (*k.stride()[:2], *v.stride()[:2], n_tokens, n_positions, n_slots, n_tiles)
@@ -549,7 +556,12 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     space: dict[str, list[Any]] = {"BLOCK_T": [1, 2, 4, 8, 16, 32, 64]}
     if not dev.registers:  # a vector unit: no threads
         return {**space, "programs_per_core": [1]}
-    return {**space, "programs_per_core": [0, 4, 8, 16, 32], "num_warps": [1, 2, 4, 8]}
+    return {
+        **space,
+        "programs_per_core": [0, 4, 8, 16, 32],
+        "PDL": [False, True] if _has_pdl(dev) else [False],
+        "num_warps": [1, 2, 4, 8],
+    }
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
@@ -559,7 +571,8 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     # A token of 128 channels a warp while that does not fill the chip. Then as an H100 liked them:
     # (channels a tile, warps, programs a core).
     if 2 * problem["n_tokens"] * problem["num_kv_heads"] < 64 * dev.num_cores:
-        return {"BLOCK_T": 1, "num_warps": max(1, min(8, elements // 512)), "programs_per_core": 0}
+        warps = max(1, min(8, elements // 512))
+        return {"BLOCK_T": 1, "num_warps": warps, "programs_per_core": 0, "PDL": _has_pdl(dev)}
     tile, warps, per_core = 2048, 2, 0
     if problem["static"]:  # several tiles a program, which divides by a channel's scale once
         tile, warps, per_core = 1024, 2, 16
@@ -567,12 +580,15 @@ def _default_config(problem: Problem, dev: Device) -> Config:
         tile, warps, per_core = 1024, 1, 0
     block_t = max(1, min(64, tile // elements))
     warps = max(warps, min(8, block_t * elements // 1024))
-    return {"BLOCK_T": block_t, "num_warps": warps, "programs_per_core": per_core}
+    pdl = _has_pdl(dev)
+    return {"BLOCK_T": block_t, "num_warps": warps, "programs_per_core": per_core, "PDL": pdl}
 
 
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if why := why_no_launch(config, dev, "BLOCK_T"):
         return why
+    if config.get("PDL") and not _has_pdl(dev):
+        return f"PDL needs sm90 or later, got {dev.arch}"
     elements = config["BLOCK_T"] * 2 * _block_h(problem["head_dim"], problem["residual_block"])
     if not dev.registers:  # a vector unit: no threads
         if elements * 40 > dev.local_mem_bytes:  # ten arrays of fp32

@@ -24,13 +24,14 @@ Tiles, splits and how they are merged are ``paged_attn``'s.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tkernels import attention, check, device
+from tkernels import attention, check, device, paged_attn_quantized_hopper
 from tkernels.check import check_contiguous, check_dtype, check_shape, check_tensor, describe
 from tkernels.config import planned, resolve
 from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
@@ -750,6 +751,7 @@ def paged_attn_quantized(
 
 
 _N_TENSORS = 14
+_N_READ = 11  # q and the caches
 _READ_WIDE = (1, 4, 5, 6, 9, 10)  # codes and residuals, of which 2 or 4 bytes are read at once
 
 
@@ -769,16 +771,8 @@ def _plan(*given: Any, config: Config | None) -> Callable[..., None] | None:
               "q" in options, static, residual_block, q.dtype)
     # fmt: on
     cfg, max_programs = resolve(SPEC, values, config)
-    dev = device.current()
-    cfg = {"PDL": False, **cfg}
-    pack = n_heads // n_kv_heads if cfg["PACK_HEADS"] else 1
-    row_tiles = cdiv(max_seqlen_q * pack, cfg["BLOCK_M"])
-    warps = cfg.pop("outlier_warps", 0)
-    splits, outlier_splits = cfg["SPLITS"], cfg["OUTLIER_SPLITS"]
-    tiles = batch * row_tiles * (n_heads // pack)
-    on_gpu = bool(dev.registers)
-    asm = on_gpu and dev.arch != "interpret"
-    shared = {
+    cfg = {"variant": "portable", "PDL": False, **cfg}
+    facts = {
         "N_HEADS": n_heads,
         "HEAD_DIM": head_dim,
         "BLOCK_D": 2 * max(16, next_power_of_2(head_dim // 2)),
@@ -788,10 +782,80 @@ def _plan(*given: Any, config: Config | None) -> Callable[..., None] | None:
         "HAS_SINKS": "s" in options,
         "HAS_LSE": has_lse,
     }
-    launch_options = {
-        **device.rounding_each_step(),
-        **({"launch_pdl": True} if cfg["PDL"] else {}),
-    }
+    # Scores come with log2(e) in them, or, to be capped, as the argument of tanh.
+    log2e = math.log2(math.e)
+    scale = head_dim**-0.5 if scale is None else scale
+    factor = scale * log2e if softcap is None else scale / softcap
+    call = _Call(
+        batch,
+        n_tokens,
+        max_seqlen_q,
+        n_kv_heads,
+        q.dtype,
+        static,
+        residual_block,
+        mantissa_bits,
+        window or 0,
+        (*q.stride()[:2], block_table.stride(0), *out.stride()[:2]),
+        tensors[4].shape[1] if residual_block else 0,
+        factor,
+        None if softcap is None else softcap * log2e,
+        facts,
+    )
+    # fmt: on
+    if cfg.pop("variant") == "portable":
+        return _bind_portable(call, cfg, max_programs)
+    hopper = _bind_hopper(call, cfg, max_programs)
+    other = _portable_config(dict(zip(SPEC.problem_fields, values, strict=True)), device.current())
+    del other["variant"], other["programs_per_core"]
+    portable = _bind_portable(call, other, max_programs)
+    addressable = not device.current().compile_only
+
+    def by_address(*tensors: Any) -> None:
+        # Codes are copied 16 bytes at a time, scales 8; what reads them knows only of 16.
+        odd = addressable and any(t.data_ptr() % 16 for t in tensors[:_N_READ])
+        (portable if odd else hopper)(*tensors)
+
+    return by_address
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What a call's metadata tells, for the two bodies."""
+
+    batch: int
+    n_tokens: int
+    max_seqlen_q: int
+    n_kv_heads: int
+    dtype: torch.dtype
+    static: bool
+    residual_block: int
+    mantissa_bits: int
+    window: int
+    strides: tuple[int, ...]  # of q's tokens and heads, the table's rows, out's tokens and heads
+    n_slots: int
+    factor: float  # of scores
+    cap: float | None
+    facts: dict[str, Any]  # constants of the kernels
+
+
+def _launch_options(config: Config) -> dict[str, Any]:
+    more = {"launch_pdl": True} if config["PDL"] else {}
+    return {**device.rounding_each_step(), **more}
+
+
+def _bind_portable(call: _Call, cfg: Config, max_programs: int) -> Callable[..., None]:
+    """What runs the kernels above, given all tensors of a call like this one."""
+    dev, facts = device.current(), call.facts
+    n_heads = facts["N_HEADS"]
+    pack = n_heads // call.n_kv_heads if cfg["PACK_HEADS"] else 1
+    row_tiles = cdiv(call.max_seqlen_q * pack, cfg["BLOCK_M"])
+    cfg = dict(cfg)
+    warps = cfg.pop("outlier_warps", 0)
+    splits, outlier_splits = cfg["SPLITS"], cfg["OUTLIER_SPLITS"]
+    tiles = call.batch * row_tiles * (n_heads // pack)
+    on_gpu = bool(dev.registers)
+    asm = on_gpu and dev.arch != "interpret"
 
     def attention_by(pairs: bool) -> list[Any]:
         """(launch, tiles) of the outliers, if there are any, and of the other keys."""
@@ -802,58 +866,104 @@ def _plan(*given: Any, config: Config | None) -> Callable[..., None] | None:
             launch = bind(
                 _paged_attn_quantized_kernel,
                 (min(tiles * parts, max_programs * dev.num_dot_cores // dev.num_cores),),
-                **shared,
-                N_KV_HEADS=n_kv_heads,
-                HAS_SOFTCAP=softcap is not None,
-                STATIC=static,
-                RESIDUAL_BLOCK=residual_block,
-                MANTISSA=mantissa_bits,
+                **facts,
+                N_KV_HEADS=call.n_kv_heads,
+                HAS_SOFTCAP=call.cap is not None,
+                STATIC=call.static,
+                RESIDUAL_BLOCK=call.residual_block,
+                MANTISSA=call.mantissa_bits,
                 PAIRS=pairs,
                 ASM=asm,
                 SCAN=on_gpu,
                 OUTLIERS=outliers,
                 **{**cfg, **({"num_warps": warps} if outliers and on_gpu else {})},
-                **launch_options,
+                **_launch_options(cfg),
             )
             steps.append((launch, tiles * parts))
         return steps
 
-    attend = attention_by(on_gpu and q.dtype != torch.float32)
+    attend = attention_by(on_gpu and call.dtype != torch.float32)
     attend_bytes = attention_by(False)  # at odd addresses
     addressable = asm and not dev.compile_only
-    combine: Callable[..., None] | None = None
-    n_merges = 0
-    n_parts = 0
-    if splits + outlier_splits > 1:
-        n_parts = n_tokens * n_heads * (splits + outlier_splits)
-        n_results = batch * max_seqlen_q * n_heads
-        combine, n_merges = bind_combine(shared, n_results, cfg, max_programs, launch_options)
-    # Scores come with log2(e) in them, or, to be capped, as the argument of tanh.
-    log2e = math.log2(math.e)
-    scale = head_dim**-0.5 if scale is None else scale
-    factor = scale * log2e if softcap is None else scale / softcap
-    cap = 0.0 if softcap is None else softcap * log2e
-    n_slots = tensors[4].shape[1] if residual_block else 0
-    # fmt: off
-    numbers = (*q.stride()[:2], block_table.stride(0), *out.stride()[:2], n_parts, n_slots,
-               window or 0, row_tiles)
-    merge_numbers = (*out.stride()[:2], n_parts, window or 0, max_seqlen_q, n_merges)
+    n_parts, part_of, combine = _bind_parts(call, cfg, max_programs)
+    numbers = (*call.strides, n_parts, call.n_slots, call.window, row_tiles)
+    cap = call.cap or 0.0
 
+    # fmt: off
     def run(*tensors: Any) -> None:
-        *read, lens, out, lse, cu, sinks = tensors
-        # What is not there is stood in for by something that is, and not read.
-        lse, sinks = out if lse is None else lse, read[0] if sinks is None else sinks
-        cu, part = lens if cu is None else cu, out
-        if combine is not None:  # results of head_dim numbers each, then their lse
-            part = torch.empty(n_parts * (head_dim + 1), dtype=torch.float32, device=out.device)
+        *read, lens, out, lse, cu, sinks = _stood_in(tensors)
+        part = part_of(out)
         odd = addressable and any(read[i].data_ptr() % 4 for i in _READ_WIDE)
         for start, n_tiles in attend_bytes if odd else attend:
-            start(*read, lens, cu, sinks, out, lse, part, *numbers, n_tiles, factor, cap)
-        if combine is not None:
-            combine(lens, cu, sinks, out, lse, part, *merge_numbers)
+            start(*read, lens, cu, sinks, out, lse, part, *numbers, n_tiles, call.factor, cap)
+        combine(lens, cu, sinks, out, lse, part)
 
     # fmt: on
     return run
+
+
+def _bind_hopper(call: _Call, cfg: Config, max_programs: int) -> Callable[..., None]:
+    """The same for ``paged_attn_quantized_hopper``."""
+    facts = {k: v for k, v in call.facts.items() if k not in ("BLOCK_D", "MULTI")}
+    n_tiles = call.batch * call.n_kv_heads * cfg["SPLITS"]
+    start = bind(
+        paged_attn_quantized_hopper._paged_attn_quantized_hopper_kernel,
+        (n_tiles,),
+        **facts,
+        N_KV_HEADS=call.n_kv_heads,
+        HAS_SOFTCAP=call.cap is not None,
+        RESIDUAL_BLOCK=call.residual_block,
+        MANTISSA=call.mantissa_bits,
+        R=max(8, next_power_of_2(facts["N_HEADS"] // call.n_kv_heads)),
+        N=cfg["BLOCK_N"],
+        STAGES=cfg["num_stages"],
+        LIST=paged_attn_quantized_hopper.LIST,
+        SPLITS=cfg["SPLITS"],
+        MIN_SHARE=cfg["MIN_SHARE"],
+        PDL=cfg["PDL"],
+        num_warps=1,
+        **_launch_options(cfg),
+    )
+    n_parts, part_of, combine = _bind_parts(call, cfg, max_programs)
+    numbers = (*call.strides, n_parts, call.n_slots, call.window, call.factor, call.cap or 0.0)
+
+    # fmt: off
+    def run(*tensors: Any) -> None:
+        *read, lens, out, lse, cu, sinks = _stood_in(tensors)
+        part = part_of(out)
+        start(*read, lens, sinks, out, lse, part, *numbers)
+        combine(lens, cu, sinks, out, lse, part)
+
+    # fmt: on
+    return run
+
+
+def _stood_in(tensors: tuple[Any, ...]) -> list[Any]:
+    """What is not there is stood in for by something that is, and not read."""
+    *read, lens, out, lse, cu, sinks = tensors
+    # fmt: off
+    return [*read, lens, out, out if lse is None else lse, lens if cu is None else cu,
+            read[0] if sinks is None else sinks]
+    # fmt: on
+
+
+def _bind_parts(
+    call: _Call, cfg: Config, max_programs: int
+) -> tuple[int, Callable[[torch.Tensor], torch.Tensor], Callable[..., None]]:
+    """(partial results in all, what makes room for them, what merges them); none if whole."""
+    parts = cfg["SPLITS"] + cfg["OUTLIER_SPLITS"]
+    if parts == 1:
+        return 0, lambda out: out, lambda *tensors: None
+    n_parts = call.n_tokens * call.facts["N_HEADS"] * parts
+    n_results = call.batch * call.max_seqlen_q * call.facts["N_HEADS"]
+    merge, n_merges = bind_combine(call.facts, n_results, cfg, max_programs, _launch_options(cfg))
+    numbers = (*call.strides[3:], n_parts, call.window, call.max_seqlen_q, n_merges)
+    size = n_parts * (call.facts["HEAD_DIM"] + 1)  # each head_dim numbers, then all their lse
+    return (
+        n_parts,
+        lambda out: torch.empty(size, dtype=torch.float32, device=out.device),
+        lambda *tensors: merge(*tensors, *numbers),
+    )
 
 
 def _check(*given: Any) -> tuple[bool, int]:
@@ -963,9 +1073,12 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         "SPLITS": [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128],
         "MIN_SHARE": [64, 128, 256, 512, 1024, 2048],
         "programs_per_core": [0, 1, 2, 4],
+        "variant": ["portable"],
     }
     if not dev.registers:
         return space
+    if dev.arch == "sm90":
+        space["variant"] = ["portable", "hopper"]
     return {
         **space,
         "PDL": [False, True] if _has_pdl(dev) else [False],
@@ -975,7 +1088,39 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     }
 
 
+# What the Hopper body has no choice of.
+_HOPPER: Config = {
+    "variant": "hopper",
+    "BLOCK_M": 16,
+    "OUTLIER_SPLITS": 0,
+    "CHUNK": 256,
+    "LIST": 16,
+    "PACK_HEADS": True,
+    "programs_per_core": 0,
+    "num_warps": 1,
+    "outlier_warps": 1,
+}
+
+
 def _default_config(problem: Problem, dev: Device) -> Config:
+    """The Hopper body where it can and there are tiles enough for a program of one warp each."""
+    tiles, residuals = problem["batch"] * problem["num_kv_heads"], problem["residual_block"] > 0
+    few = tiles < dev.num_cores // 4 and not residuals
+    if few or paged_attn_quantized_hopper.why_unfit(problem, dev):
+        return _portable_config(problem, dev)
+    # Programs at once: with residuals more, which wait longer, and hold more registers.
+    programs = (8 if residuals and tiles >= dev.num_cores else 6) * dev.num_cores
+    return {
+        **_HOPPER,
+        "BLOCK_N": 64 if residuals and tiles < dev.num_cores else 32,
+        "SPLITS": max(1, min(programs // tiles, 64, cdiv(_most_keys(problem), 128))),
+        "MIN_SHARE": 128,
+        "PDL": True,
+        "num_stages": 2 if residuals else 3,
+    }
+
+
+def _portable_config(problem: Problem, dev: Device) -> Config:
     p = problem
     group = p["num_heads"] // p["num_kv_heads"]
     # Ascend divides no vectors of integers; and less is masked where one head's tokens fill a tile.
@@ -998,6 +1143,7 @@ def _default_config(problem: Problem, dev: Device) -> Config:
         "SPLITS": splits,
         "MIN_SHARE": share,
         "programs_per_core": 1,
+        "variant": "portable",
     }
     if not dev.registers:
         return config
@@ -1026,7 +1172,22 @@ def _shared_bytes(block_m: int, block_n: int, stages: int, dim: int, size: int) 
     return codes + numbers + (dim + 2 * block_n) * block_m * size
 
 
+def _why_not_hopper(config: Config, problem: Problem, dev: Device) -> str | None:
+    if why := paged_attn_quantized_hopper.why_unfit(problem, dev):
+        return why
+    if wrong := [f"{n} {v}" for n, v in _HOPPER.items() if config[n] != v]:
+        return f"variant hopper has {', '.join(wrong)}"
+    if config["SPLITS"] < 1 or config["MIN_SHARE"] < 1:
+        return "SPLITS and MIN_SHARE must be 1 or more"
+    return paged_attn_quantized_hopper.why_illegal(config, problem["head_dim"], dev)
+
+
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
+    variant = config.get("variant", "portable")
+    if variant == "hopper":
+        return _why_not_hopper(config, problem, dev)
+    if variant != "portable":
+        return f"variant must be portable or hopper, got {variant!r}"
     m, n, block_size = config["BLOCK_M"], config["BLOCK_N"], problem["block_size"]
     for name in ("BLOCK_M", "BLOCK_N", "CHUNK", "LIST"):
         if config[name] < 16 or config[name] & (config[name] - 1):

@@ -1,0 +1,278 @@
+"""The Hopper body of paged_attn_quantized: refusals, what the compiler makes of it, results.
+
+Without a GPU it is compiled for sm_90.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tkernels import device, paged_attn_quantized_hopper
+from tkernels.ops.paged_attn_quantized import SPEC
+from tkernels.quantized_attention_cases import problem_of
+from tkernels.registry import Config
+from tkernels.testing import assert_right, clone_inputs, tensors_of
+
+ROOT = Path(__file__).resolve().parents[1]
+SM90 = device.sm_facts(90)
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("heads", "mode", "changed", "why"),
+    [
+        ("32/8x128", "int8_fp4", {}, None),
+        ("32/8x64", "int8", {}, None),
+        ("16/1x128", "int8", {}, None),
+        ("17/1x128", "int8", {}, "at most 16 query heads"),
+        ("32/8x64", "int8_fp4", {}, "with residuals 128"),
+        ("32/8x128", "int8_fp4", {"residual_block": 16}, "in blocks of 32"),
+        ("32/8x96", "int8", {}, "head_dim 64 or 128"),
+        ("32/8x128", "int8_static", {}, "scales of tokens"),
+        ("32/8x128", "int8", {"q_lens": (2,)}, "one query a sequence"),
+    ],
+)
+def test_why_unfit(heads: str, mode: str, changed: dict[str, Any], why: str | None) -> None:
+    said = paged_attn_quantized_hopper.why_unfit(
+        problem_of((5,), heads, BF16, mode, **changed), SM90
+    )
+    assert said is None if why is None else why in str(said)
+
+
+def test_why_unfit_elsewhere() -> None:
+    unfit = paged_attn_quantized_hopper.why_unfit
+    problem = problem_of((5,), "32/8x128", BF16, "int8")
+    assert "got sm80" in str(unfit(problem, device.sm_facts(80)))
+    assert "got ascend910b" in str(unfit(problem, device.ascend_facts()))
+    assert "needs bfloat16 or float16" in str(unfit({**problem, "dtype": torch.float32}, SM90))
+
+
+@pytest.mark.parametrize(
+    ("batch", "mode", "expected"),
+    [
+        (64, "int8", ("hopper", 32, 1, 3)),
+        (64, "int8_fp4", ("hopper", 32, 2, 2)),
+        (256, "int8_fp4", ("hopper", 32, 1, 2)),
+        (16, "int8", ("hopper", 32, 6, 3)),
+        (1, "int8_fp4", ("hopper", 64, 64, 2)),
+        (1, "int8", "portable"),
+        (64, "int8_static", "portable"),
+    ],
+)
+def test_what_the_default_is(batch: int, mode: str, expected: Any) -> None:
+    problem = problem_of([8192] * batch, "32/8x128", BF16, mode)
+    for dev in (SM90, device.sm_facts(80), device.ascend_facts()):
+        chosen = SPEC.default_config(problem, dev)
+        assert dev.is_npu or SPEC.why_illegal(chosen, problem, dev) is None
+        if dev is not SM90 or expected == "portable":
+            assert chosen["variant"] == "portable"
+        else:
+            names = ("variant", "BLOCK_N", "SPLITS", "num_stages")
+            assert tuple(chosen[name] for name in names) == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"BLOCK_N": 128}, "BLOCK_N 32 or 64, got 128"),
+        ({"num_stages": 1}, "2 or more, got 1"),
+        ({"num_stages": 40}, "bytes of shared memory"),
+        ({"SPLITS": 0}, "must be 1 or more"),
+        ({"num_warps": 2}, "has num_warps 1"),
+        ({"variant": "hoper"}, "portable or hopper, got 'hoper'"),
+    ],
+)
+def test_why_illegal(changed: Config, why: str) -> None:
+    problem = problem_of([4096] * 64, "32/8x128", BF16, "int8_fp4")
+    config = SPEC.default_config(problem, SM90)
+    assert SPEC.why_illegal(config, problem, SM90) is None
+    assert why in str(SPEC.why_illegal({**config, **changed}, problem, SM90))
+
+
+# In a process of its own: here Triton is an interpreter, there it must compile.
+CHILD = """
+import dataclasses, json
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tkernels import device, offline
+from tkernels.ops.paged_attn_quantized import SPEC
+from tkernels.quantized_attention_cases import problem_of
+
+ptx, compile_it = [], device.triton.compile
+def keeping(*args, **kwargs):
+    compiled = compile_it(*args, **kwargs)
+    ptx.append(compiled.asm["ptx"])
+    return compiled
+device.triton.compile = keeping
+
+found = []
+for heads, mode, n, stages, more in [
+    ("8/2x128", "int8", 64, 3, {}), ("8/2x128", "int8_fp4", 64, 2, {}),
+    ("8/2x128", "int8_fp4", 32, 3, {"window": 40, "softcap": 2.0, "sinks": True}),
+    ("16/1x64", "int8", 32, 2, {"block_size": 128}),
+]:
+    problem = problem_of((70, 20), heads, torch.bfloat16, mode, **more)
+    config = {**SPEC.default_config(problem, device.current()), "BLOCK_N": n, "num_stages": stages}
+    config = {**config, "variant": "hopper"} | {
+        "BLOCK_M": 16, "OUTLIER_SPLITS": 0, "CHUNK": 256, "LIST": 16, "PACK_HEADS": True,
+        "programs_per_core": 0, "num_warps": 1, "outlier_warps": 1}
+    with FakeTensorMode(), offline.record_launches() as launches:
+        SPEC.launch(**SPEC.make_inputs(problem, torch.device("cpu")), config=config)
+    ptx.clear()
+    got = dataclasses.asdict(offline.compile_cuda(launches[0], 90))
+    found.append({**got, "case": [heads, mode, n, stages], "name": launches[0].fn.__name__,
+                  "turned": ptx[-1].count("movmatrix"), "fetched": ptx[-1].count("ldmatrix")})
+print(json.dumps(found))
+"""
+
+
+def test_compiled_for_sm90() -> None:
+    env = {**os.environ, "TKERNELS_DEVICE": "compile:sm90", "PYTHONPATH": str(ROOT)}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(next(x for x in done.stdout.splitlines() if x.startswith("[")))
+    assert len(found) == 4
+    for case in found:
+        assert case["name"] == "_paged_attn_quantized_hopper_kernel", case
+        assert case["spill_bytes"] == 0, case
+        assert case["registers"] <= 240, case  # eight programs a core
+        assert case["turned"] > 0, case  # weights change places within a warp
+        assert case["fetched"] > 0, case
+
+
+# ---- results, on the GPU -----------------------------------------------------------------------
+
+gpu = pytest.mark.gpu
+needs_sm90 = pytest.mark.skipif(
+    device.current().arch != "sm90", reason="needs an sm90 GPU; this machine has none"
+)
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("seed", range(8))
+def test_random_problems_and_configs(seed: int, dev: torch.device) -> None:
+    """What is out of sight is NaN, a slot past the pool, or no block at all."""
+    rng = random.Random(seed)
+    for _ in range(25):
+        mode = rng.choice(("int8", "int8_fp4", "int8_fp4"))
+        lengths = (0, 1, 17, 63, 64, 65, 130, 1000, 2000)
+        kv_heads, dim = rng.choice((1, 2, 3)), rng.choice((64, 128)) if mode == "int8" else 128
+        problem = problem_of(
+            [rng.choice(lengths) for _ in range(rng.choice((1, 2, 5)))],
+            f"{kv_heads * rng.choice((1, 2, 3, 4, 5, 7, 8, 12, 16))}/{kv_heads}x{dim}",
+            rng.choice((BF16, FP16)),
+            mode,
+            mantissa_bits=rng.choice((0, 1, 2)),
+            outliers=rng.choice((0.0, 0.04, 0.3, 1.0)),
+            block_size=rng.choice((16, 32, 64, 128)),
+            max_context=rng.choice((0, 100)),
+            window=rng.choice((None, None, 1, 16, 40, 500)),
+            softcap=rng.choice((None, None, 5.0)),
+            sinks=rng.random() < 0.4,
+            lse=rng.random() < 0.5,
+        )
+        config = {
+            **hopper_config(problem),
+            "BLOCK_N": rng.choice((32, 64)),
+            "num_stages": rng.choice((2, 3, 4)),
+            "SPLITS": rng.choice((1, 2, 3, 8)),
+            "MIN_SHARE": rng.choice((16, 64, 128)),
+            "PDL": rng.random() < 0.5,
+        }
+        assert SPEC.why_illegal(config, problem, device.current()) is None
+        inputs = SPEC.make_inputs(problem, dev)
+        try:
+            assert_right(SPEC, inputs, tensors_of(SPEC.launch(**inputs, config=config)))
+        except AssertionError as error:
+            raise AssertionError(f"{problem} with {config}: {error}") from None
+
+
+def hopper_config(problem: dict[str, Any]) -> Config:
+    """The default of the same problem with many sequences, which is this body's."""
+    config = SPEC.default_config({**problem, "batch": 64}, device.current())
+    assert config["variant"] == "hopper"
+    return config
+
+
+def many(mode: str = "int8_fp4", **more: Any) -> dict[str, Any]:
+    return problem_of([130, 1000, 64, 7] * 10, "8/2x128", BF16, mode, **more)
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1e4, 1e30])
+@pytest.mark.parametrize("mode", ["int8", "int8_fp4"])
+def test_sizes_of_queries(mode: str, size: float, dev: torch.device) -> None:
+    """fp16 holds none of these; scales of keys take the size away again."""
+    problem = many(mode)
+    inputs = SPEC.make_inputs(problem, dev)
+    inputs["q"] = (inputs["q"].float() * size).to(BF16)
+    inputs["k_scale"] = inputs["k_scale"] / size
+    config = hopper_config(problem)
+    assert_right(SPEC, inputs, tensors_of(SPEC.launch(**inputs, config=config)))
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("splits", [1, 3])
+def test_scales_of_values_far_apart(splits: int, dev: torch.device) -> None:
+    """From 2^-12 to 2^4, in any order, and one sequence with tiny ones only."""
+    problem = many()
+    inputs = SPEC.make_inputs(problem, dev)
+    generator = torch.Generator(dev).manual_seed(3)
+    power = torch.randint(
+        -12, 5, inputs["v_scale"].shape, generator=generator, device=dev, dtype=torch.int32
+    )
+    inputs["v_scale"] = torch.ldexp(inputs["v_scale"], power)
+    pages = inputs["block_table"][0, : (130 + 15) // 16].long()
+    inputs["v_scale"][pages] *= 2.0**-100
+    config = {**hopper_config(problem), "SPLITS": splits, "MIN_SHARE": 64}
+    assert_right(SPEC, inputs, tensors_of(SPEC.launch(**inputs, config=config)))
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
+def test_a_head_that_is_no_number_spoils_itself_alone(spoilt: float, dev: torch.device) -> None:
+    problem = many()
+    inputs = SPEC.make_inputs(problem, dev)
+    config = hopper_config(problem)
+    clean = SPEC.launch(**inputs, config=config)
+    other = clone_inputs(inputs)
+    other["q"][1, 2, 5] = spoilt
+    got = SPEC.launch(**other, config=config)
+    assert bool(got[1, 2].isnan().any())
+    got[1, 2] = clean[1, 2]
+    # The heads of a KV head share a power of two, which fp16 takes in without a difference.
+    assert torch.equal(got, clean)
+
+
+@gpu
+@needs_sm90
+def test_it_reads_whatever_lies_at_odd_addresses(dev: torch.device) -> None:
+    """Codes, scales, residuals or q that do not lie at 16 bytes take the portable body."""
+    problem = many()
+    inputs = SPEC.make_inputs(problem, dev)
+    config = hopper_config(problem)
+    for name in ("q", "k_codes", "v_scale", "k_slots", "v_residual", "k_residual_scale"):
+        kept = inputs[name]
+        step = 4 // kept.element_size() if name != "k_slots" else 2
+        buffer = torch.zeros(kept.numel() + step, dtype=kept.dtype, device=dev)
+        moved = buffer[step:].view(kept.shape)
+        moved.copy_(kept)
+        assert moved.data_ptr() % 16
+        moved_inputs = {**inputs, name: moved}
+        assert_right(SPEC, moved_inputs, tensors_of(SPEC.launch(**moved_inputs, config=config)))
