@@ -107,6 +107,30 @@ def load_model(
         )
 
 
+def load_layer(
+    config: ModelConfig, source: Source, index: int, *, dtype: torch.dtype, device: torch.device
+) -> Layer:
+    """One decoder layer, for those who go through a network layer by layer; no matrix in blocks."""
+    table = layer_table(config, index)
+    with cpu_threads(1):
+        return _layer({n: _read(p, source, dtype, device, False) for n, p in table.items()})
+
+
+def load_outer(
+    config: ModelConfig, source: Source, name: str, *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """``embed_tokens``, ``norm`` or ``lm_head`` (the embedding, where the two are tied)."""
+    table = outer_table(config)
+    parameter = table.get(name, table["embed_tokens"])
+    return _vector(_read(parameter, source, dtype, device, False))
+
+
+def check_names(config: ModelConfig, source: Source) -> None:
+    """Raise ValueError unless a checkpoint holds what ``config`` needs, and no more."""
+    layers = [layer_table(config, i) for i in range(config.num_layers)]
+    _check_names(config, source, [outer_table(config), *layers])
+
+
 def _layer(p: dict[str, Matrix]) -> Layer:
     def vector(name: str) -> torch.Tensor | None:
         return _vector(p[name]) if name in p else None
@@ -145,11 +169,18 @@ def empty_matrix(rows: int, cols: int, dtype: torch.dtype, device: torch.device)
     return torch.empty(rows, cols, dtype=dtype, device=device)
 
 
-def _read(parameter: Parameter, source: Source, dtype: torch.dtype, device: torch.device) -> Matrix:
+def _read(
+    parameter: Parameter,
+    source: Source,
+    dtype: torch.dtype,
+    device: torch.device,
+    keep_blocks: bool = True,
+) -> Matrix:
     """The stored tensors of one parameter, stacked, converted and moved."""
     (_, first) = parameter.sources[0]
     if (
-        len(first) == 2
+        keep_blocks
+        and len(first) == 2
         and device.type == "cpu"
         and dtype == torch.float32
         and block_matrix.can_multiply()
