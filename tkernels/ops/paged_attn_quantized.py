@@ -15,9 +15,8 @@ numbers from shared memory at once, transposed too, and 8-bit ones not. So a til
 apart as even and odd channels, each a product of its own. (On Ascend, and for fp32, as lower and
 upper half.)
 
-Few tokens have residuals. Of BLOCK_N tokens those that have are dealt to LIST rows, by a matrix of
-zeros and ones: it picks the rows' probabilities out of those of all tokens, and puts the rows'
-scores to where their tokens are. A second list is rarely needed.
+Few tokens have residuals. Here they are gathered, LIST at a time, by a launch of their own beside
+that of all others. ``variant`` "hopper" (``paged_attn_quantized_hopper``) finds them in passing.
 
 Tiles, splits and how they are merged are ``paged_attn``'s.
 """

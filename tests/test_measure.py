@@ -1,0 +1,52 @@
+"""What stands between a config and its time: the check that every config must pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from autotune import measure
+from tkernels import device
+from tkernels.registry import KernelSpec, all_kernels, get
+
+
+@pytest.mark.parametrize("spec", all_kernels().values(), ids=lambda s: s.name)
+def test_the_default_passes(spec: KernelSpec) -> None:
+    problem = next(case for case in spec.cases if "smoke" in case.tags).problem
+    bench = measure.lay_out(spec, problem)
+    measure.check(bench, spec.default_config(problem, device.current()))
+
+
+def failing(**changed: Any) -> str:
+    """What is said of ``quantize_per_token`` with another launch; it writes int8 and fp32."""
+    spec = dataclasses.replace(get("quantize_per_token"), **changed)
+    problem = spec.cases[0].problem
+    config = spec.default_config(problem, device.current())
+    with pytest.raises(AssertionError) as error:
+        measure.check(measure.lay_out(spec, problem), config)
+    return str(error.value)
+
+
+def test_results_that_go_elsewhere_are_found() -> None:
+    launch = get("quantize_per_token").launch
+
+    def ignores_out(x: torch.Tensor, out: Any = None, **more: Any) -> Any:
+        return launch(x, **more)
+
+    assert failing(launch=ignores_out) == "out= was given and not written to"
+
+
+def test_integers_that_are_not_written_are_found() -> None:
+    launch = get("quantize_per_token").launch
+
+    def skips_a_row(x: torch.Tensor, out: Any = None, **more: Any) -> Any:
+        kept = None if out is None else out[2].clone()
+        codes, scale = launch(x, out=out, **more)
+        if kept is not None:
+            codes[2] = kept
+        return codes, scale
+
+    assert "out" in failing(launch=skips_a_row)
