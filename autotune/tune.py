@@ -185,6 +185,8 @@ def _run(searching: Search, setup: Setup, default: Config, watch: Watch) -> None
             while not errors and (proposal := _next_or_none(searching, watch)) is not None:
                 with store.alive(searching.study, proposal.trial):
                     answer = try_config(worker, proposal, searching, setup)
+                if errors and not answer.ok:
+                    return  # it was let go
                 searching.tell(proposal, answer)
                 watch.tried(proposal, answer)
                 if proposal.config == default and not answer.ok:
@@ -205,7 +207,8 @@ def _run(searching: Search, setup: Setup, default: Config, watch: Watch) -> None
                     thread.join(0.2)  # a plain join would not see Ctrl-C
         if errors:
             raise errors[0]
-    except BaseException:
+    except BaseException as error:
+        errors.append(error)
         searching.let_go()
         raise
 
