@@ -139,6 +139,7 @@ _SIZES = "caches and pools may have any size"
 _OTHER_SIZES = {(w, _SIZES) for w in (_shorter, _longer, _narrower, _wider)}
 
 _OPTIONAL = {(_nothing, "it may be left out")}
+_ANY_ROWS_OF_X = "x may have any number of rows"
 _WORDS = "a mask may have any number of words; rows whose group has none run low"
 
 # kernel -> argument -> {(way of spoiling it, why the result is legitimate)}
@@ -168,6 +169,7 @@ ACCEPTED: dict[str, dict[str, set[tuple[Callable[[torch.Tensor], Any], str]]]] =
     },
     "rms_norm": {"x": _ANY_ROW_COUNT},
     "silu_and_mul": {"x": _ANY_ROW_COUNT},
+    "w4a16_gemm": {"x": {(_shorter, _ANY_ROWS_OF_X), (_longer, _ANY_ROWS_OF_X)}, "bias": _OPTIONAL},
     "rope": {"cos_sin_cache": {(_shorter, _TABLE), (_longer, _TABLE)}},
     "fused_qk_norm_rope": {"cos_sin_cache": {(_shorter, _TABLE), (_longer, _TABLE)}},
 }

@@ -23,8 +23,10 @@ from tkernels.ops.release_residual_slots import release_residual_slots
 from tkernels.ops.rms_norm import rms_norm
 from tkernels.ops.rope import rope
 from tkernels.ops.silu_and_mul import silu_and_mul
+from tkernels.ops.w4a16_gemm import w4a16_gemm
 from tkernels.quantized import append_quantized_kv, paged_attn_quantized
 from tkernels.rope_table import build_cos_sin_cache
+from tkernels.w4_format import repack_awq, repack_gptq, unpack_zero_points
 
 if device.INTERPRETED:  # whose bfloat16 is wrong
     from tkernels.interpreter import correct_bfloat16
@@ -53,7 +55,11 @@ __all__ = [
     "quantize_per_token",
     "reference",
     "release_residual_slots",
+    "repack_awq",
+    "repack_gptq",
     "rms_norm",
     "rope",
     "silu_and_mul",
+    "unpack_zero_points",
+    "w4a16_gemm",
 ]

@@ -19,6 +19,7 @@ from tkernels.ops.release_residual_slots import (
 from tkernels.ops.rms_norm import rms_norm_ref as rms_norm
 from tkernels.ops.rope import rope_ref as rope
 from tkernels.ops.silu_and_mul import silu_and_mul_ref as silu_and_mul
+from tkernels.ops.w4a16_gemm import w4a16_gemm_ref as w4a16_gemm
 from tkernels.quantized import append_quantized_kv_ref as append_quantized_kv
 from tkernels.quantized import paged_attn_quantized_ref as paged_attn_quantized
 
@@ -38,4 +39,5 @@ __all__ = [
     "rms_norm",
     "rope",
     "silu_and_mul",
+    "w4a16_gemm",
 ]
