@@ -170,6 +170,7 @@ ACCEPTED: dict[str, dict[str, set[tuple[Callable[[torch.Tensor], Any], str]]]] =
     "rms_norm": {"x": _ANY_ROW_COUNT},
     "silu_and_mul": {"x": _ANY_ROW_COUNT},
     "w4a16_gemm": {"x": {(_shorter, _ANY_ROWS_OF_X), (_longer, _ANY_ROWS_OF_X)}, "bias": _OPTIONAL},
+    "silu_and_mul_quantized": {"x": {(way, _SIZES) for way in (_shorter, _longer)}},
     "rope": {"cos_sin_cache": {(_shorter, _TABLE), (_longer, _TABLE)}},
     "fused_qk_norm_rope": {"cos_sin_cache": {(_shorter, _TABLE), (_longer, _TABLE)}},
 }

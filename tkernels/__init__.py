@@ -14,6 +14,7 @@ from tkernels.ops.append_paged_kv import append_paged_kv
 from tkernels.ops.flash_attn import flash_attn
 from tkernels.ops.fp4_dequant import fp4_dequant
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
+from tkernels.ops.fused_add_rms_norm_quantized import fused_add_rms_norm_quantized
 from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope
 from tkernels.ops.masked_gemm import masked_gemm
 from tkernels.ops.merge_attn_states import merge_attn_states
@@ -23,6 +24,7 @@ from tkernels.ops.release_residual_slots import release_residual_slots
 from tkernels.ops.rms_norm import rms_norm
 from tkernels.ops.rope import rope
 from tkernels.ops.silu_and_mul import silu_and_mul
+from tkernels.ops.silu_and_mul_quantized import silu_and_mul_quantized
 from tkernels.ops.w4a16_gemm import w4a16_gemm
 from tkernels.quantized import append_quantized_kv, paged_attn_quantized
 from tkernels.rope_table import build_cos_sin_cache
@@ -47,6 +49,7 @@ __all__ = [
     "force_config",
     "fp4_dequant",
     "fused_add_rms_norm",
+    "fused_add_rms_norm_quantized",
     "fused_qk_norm_rope",
     "masked_gemm",
     "merge_attn_states",
@@ -60,6 +63,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "silu_and_mul",
+    "silu_and_mul_quantized",
     "unpack_zero_points",
     "w4a16_gemm",
 ]

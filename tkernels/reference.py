@@ -8,6 +8,9 @@ from tkernels.ops.append_paged_kv import append_paged_kv_ref as append_paged_kv
 from tkernels.ops.flash_attn import flash_attn_ref as flash_attn
 from tkernels.ops.fp4_dequant import fp4_dequant_ref as fp4_dequant
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm_ref as fused_add_rms_norm
+from tkernels.ops.fused_add_rms_norm_quantized import (
+    fused_add_rms_norm_quantized_ref as fused_add_rms_norm_quantized,
+)
 from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope_ref as fused_qk_norm_rope
 from tkernels.ops.masked_gemm import masked_gemm_ref as masked_gemm
 from tkernels.ops.merge_attn_states import merge_attn_states_ref as merge_attn_states
@@ -19,6 +22,9 @@ from tkernels.ops.release_residual_slots import (
 from tkernels.ops.rms_norm import rms_norm_ref as rms_norm
 from tkernels.ops.rope import rope_ref as rope
 from tkernels.ops.silu_and_mul import silu_and_mul_ref as silu_and_mul
+from tkernels.ops.silu_and_mul_quantized import (
+    silu_and_mul_quantized_ref as silu_and_mul_quantized,
+)
 from tkernels.ops.w4a16_gemm import w4a16_gemm_ref as w4a16_gemm
 from tkernels.quantized import append_quantized_kv_ref as append_quantized_kv
 from tkernels.quantized import paged_attn_quantized_ref as paged_attn_quantized
@@ -29,6 +35,7 @@ __all__ = [
     "flash_attn",
     "fp4_dequant",
     "fused_add_rms_norm",
+    "fused_add_rms_norm_quantized",
     "fused_qk_norm_rope",
     "masked_gemm",
     "merge_attn_states",
@@ -39,5 +46,6 @@ __all__ = [
     "rms_norm",
     "rope",
     "silu_and_mul",
+    "silu_and_mul_quantized",
     "w4a16_gemm",
 ]
