@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add("--picture", type=Path, metavar="PNG", help="also draw errors and thresholds")
     add("--kernels", choices=("triton", "torch"), help="default: torch on a CPU, else triton")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32")
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     try:

@@ -2,8 +2,8 @@
 
 Qwen3 dense and the Llama family (Llama, Mistral without a sliding window, Qwen2) are one network
 with three switches: q/k norm, bias on the projections, tied embeddings. Whatever would make the
-network compute something else (another activation, a sliding window, a quantised checkpoint) is
-refused by name.
+network compute something else (another activation, a sliding window, a quantisation that is not
+known) is refused by name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model import compressed
+from model.compressed import Quantization
 from tkernels import build_cos_sin_cache
 
 FAMILIES = ("qwen3", "llama", "mistral", "qwen2")
@@ -41,6 +43,7 @@ class ModelConfig:
     rope: Mapping[str, Any]  # the fields that tkernels.build_cos_sin_cache reads
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # as stored
+    quantization: Quantization | None = None  # of linear layers in a Hugging Face folder
 
     @property
     def q_size(self) -> int:
@@ -113,6 +116,7 @@ def from_hf(config: Mapping[str, Any], more_eos_ids: tuple[int, ...] = ()) -> Mo
     else:
         head_dim = hidden // heads
     attention_bias = bool(config.get("attention_bias", False))
+    stored = config.get("quantization_config")
     return _checked(
         ModelConfig(
             model_type=family,
@@ -133,6 +137,7 @@ def from_hf(config: Mapping[str, Any], more_eos_ids: tuple[int, ...] = ()) -> Mo
             rope={**config, "head_dim": head_dim},
             eos_token_ids=tuple(dict.fromkeys((*more_eos_ids, *eos_ids(config)))),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+            quantization=None if stored is None else compressed.parse(stored),
         )
     )
 
@@ -140,12 +145,6 @@ def from_hf(config: Mapping[str, Any], more_eos_ids: tuple[int, ...] = ()) -> Mo
 def _refuse_variants(config: Mapping[str, Any]) -> None:
     """Fields under which the published code computes something that this network does not."""
     family = config["model_type"]
-    if config.get("quantization_config") is not None:
-        method = config["quantization_config"].get("quant_method")
-        raise ValueError(
-            "config.json: expected an unquantised checkpoint (or a GGUF file), got "
-            f"quantization_config with quant_method={method!r}"
-        )
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"config.json: hidden_act must be 'silu', got {config['hidden_act']!r}")
     # Qwen configs carry a window size that only counts when use_sliding_window is true.
@@ -253,6 +252,34 @@ def from_gguf(metadata: Mapping[str, Any], tensor_names: frozenset[str]) -> Mode
     ends = ("eos", "eot", "eom")  # end of sequence, of turn, of message
     hf["eos_token_id"] = [metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ends]
     return from_hf(hf)
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a config.json, of a network that was read from a GGUF file."""
+    c = config
+    named = {"qwen3": "Qwen3", "llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}
+    rope = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+    return {
+        "architectures": [f"{named[c.model_type]}ForCausalLM"],
+        "model_type": c.model_type,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.rms_norm_eps,
+        "max_position_embeddings": c.max_position_embeddings,
+        "tie_word_embeddings": c.tie_word_embeddings,
+        "attention_bias": c.qkv_bias and c.model_type != "qwen2",
+        "mlp_bias": c.mlp_bias,
+        "bos_token_id": None,
+        "eos_token_id": list(c.eos_token_ids) or None,
+        "dtype": c.dtype,
+        **{name: c.rope[name] for name in rope if c.rope.get(name) is not None},
+    }
 
 
 def _gguf_rope_scaling(metadata: Mapping[str, Any], family: str) -> dict[str, Any] | None:

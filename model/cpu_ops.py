@@ -10,6 +10,7 @@ and positions are in range.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from tkernels import reference
 from tkernels.reference import (
     append_quantized_kv,
     fused_qk_norm_rope,
+    quantize_per_token,
     release_residual_slots,
     rms_norm,
     silu_and_mul,
@@ -29,6 +31,8 @@ __all__ = [
     "append_quantized_kv",
     "fused_add_rms_norm",
     "fused_qk_norm_rope",
+    "masked_gemm",
+    "quantize_per_token",
     "release_residual_slots",
     "rms_norm",
     "rope",
@@ -76,3 +80,41 @@ def append_paged_kv(
     """As ``tkernels.append_paged_kv``; no slot is -1, and the cache is one row of slots."""
     for new, cache in ((k, k_cache), (v, v_cache)):
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new)
+
+
+_MOST = torch.tensor(127.0)  # PyTorch divides a number by a tensor in two roundings
+
+
+def masked_gemm(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    *,
+    bias: Tensor | None = None,
+    high: bool = False,
+    **others: Any,
+) -> Tensor:
+    """As ``tkernels.masked_gemm``; a step that is int8 throughout takes PyTorch's int8 product."""
+    if high or others or not _multiplies_exactly():
+        return reference.masked_gemm(x, weight, weight_scale, bias=bias, high=high, **others)
+    values = x.float()
+    # As quantize_per_token: the same codes and scales, in half as many steps.
+    absmax = values.abs().amax(1, keepdim=True)
+    codes = (values * (_MOST / absmax.clamp_min(2.0**-100))).round_()
+    y = torch._int_mm(codes.to(torch.int8), weight.t()).float()
+    # An infinity makes this a NaN, and a NaN stays one.
+    y.mul_(absmax / _MOST + (absmax - absmax)).mul_(weight_scale)
+    if bias is not None:
+        y.add_(bias)
+    return y.to(x.dtype)
+
+
+@functools.cache
+def _multiplies_exactly() -> bool:
+    """Whether this processor's int8 product is exact: some saturate sums of two in 16 bits."""
+    codes = torch.full((2, 64), 127, dtype=torch.int8)
+    codes[1] = -127
+    weight = torch.full((3, 64), 127, dtype=torch.int8)
+    weight[1] = -128
+    found = torch._int_mm(codes, weight.t())
+    return torch.equal(found, (codes.double() @ weight.double().t()).to(torch.int32))

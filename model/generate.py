@@ -215,7 +215,7 @@ def _run(args: argparse.Namespace) -> int:
     from model.kv_quant import choose
     from model.loop import Limits, check_prompt, generate
     from model.progress import progress
-    from model.runner import operations
+    from model.runner import choose_dtype, operations
     from model.weights import load_model
 
     device = tkernels.device.tensor_device()
@@ -231,7 +231,7 @@ def _run(args: argparse.Namespace) -> int:
         check_prompt(len(one), config.max_position_embeddings)
     on_cpu = device.type == "cpu"
     stored = config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16"
-    dtype = args.dtype or ("float32" if on_cpu else stored)
+    dtype = choose_dtype(args.dtype, "float32" if on_cpu else stored, kernels, config)
     quantization = choose(args.kv_cache, args.kv_scales, args.kv_tau, config)
     network = load_model(config, checkpoint.source, dtype=getattr(torch, dtype), device=device)
     load_s = time.perf_counter() - model.STARTED

@@ -229,8 +229,11 @@ def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
         checkpoint.config, checkpoint.source, dtype=torch.float32, device=torch.device("cpu")
     )
     if args.planted:
-        if not isinstance(model.embed_tokens, torch.Tensor):
-            raise ValueError(f"--planted needs a folder of safetensors, got {checkpoint.path}")
+        blocks = not isinstance(model.embed_tokens, torch.Tensor)
+        if blocks or model.config.quantization is not None:
+            raise ValueError(
+                f"--planted needs a folder of unquantised safetensors, got {checkpoint.path}"
+            )
         plant(model, ids)
     return measure(model, ops, ids, contexts, lambda line: print(line, file=sys.stderr))
 

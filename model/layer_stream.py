@@ -55,9 +55,9 @@ class Tapped(Linear):
         super().__init__(linear.weight, linear.bias)
         self._see = see
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, ops: Any) -> Tensor:
         self._see(x)
-        return super().__call__(x)
+        return super().__call__(x, ops)
 
 
 class LayerStream:
@@ -111,7 +111,7 @@ class LayerStream:
             config, layer, ops, x, self._positions, self._table, self._cache, 0, self._meta
         )
         x, hidden = ops.fused_add_rms_norm(x, hidden, layer.post_attention_layernorm, eps=eps)
-        return hidden + layer.down_proj(ops.silu_and_mul(layer.gate_up_proj(x)))
+        return hidden + layer.down_proj(ops.silu_and_mul(layer.gate_up_proj(x, ops)), ops)
 
     def perplexities(self, states: list[Tensor]) -> list[float]:
         """exp of the mean loss of the next token, for hidden states after the last layer."""

@@ -77,15 +77,23 @@ def divergence(logits: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]
 
 
 def read_text(path: Path | None) -> str:
-    """The file's text, or the topics of pydoc."""
+    """The file's text (of .jsonl: each line's "text", joined by newlines), or pydoc's topics."""
     if path is None:
         from pydoc_data.topics import topics
 
         return "\n".join(topics.values())
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--text {path}: expected a text file, got {error}") from None
+    if path.suffix != ".jsonl":
+        return text
+    try:
+        return "\n".join(str(json.loads(line)["text"]) for line in text.split("\n") if line)
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f'--text {path}: expected objects with a "text" in each line, got {error!r}'
+        ) from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--tokens", type=int, default=2048, help="tokens of the text to use (default 2048)")
     add_kv_options(parser)
     add("--kernels", choices=("triton", "torch"), help="default: torch on a CPU, else triton")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32")
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     try:
@@ -140,7 +148,7 @@ def load_text_and_model(args: argparse.Namespace) -> tuple[Model, Any, list[int]
     import tkernels
     from model.checkpoint import default_path, open_checkpoint
     from model.kv_quant import choose
-    from model.runner import operations
+    from model.runner import choose_dtype, operations
     from model.tokenizer import encode
     from model.weights import load_model
 
@@ -156,10 +164,11 @@ def load_text_and_model(args: argparse.Namespace) -> tuple[Model, Any, list[int]
         quantization = choose(args.kv_cache, args.kv_scales, args.kv_tau, checkpoint.config)
     if sys.stderr.isatty() and not args.json:
         print(f"computing {len(ids)} tokens with {kernels} ...", file=sys.stderr, flush=True)
+    dtype = choose_dtype(args.dtype, "float32", kernels, checkpoint.config)
     network = load_model(
-        checkpoint.config, checkpoint.source, dtype=getattr(torch, args.dtype), device=device
+        checkpoint.config, checkpoint.source, dtype=getattr(torch, dtype), device=device
     )
-    return network, ops, ids, {"kernels": kernels, "quantization": quantization}
+    return network, ops, ids, {"kernels": kernels, "dtype": dtype, "quantization": quantization}
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -169,7 +178,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "perplexity": perplexity_of(logits, ids),
         "tokens": len(ids),
         "kernels": facts["kernels"],
-        "dtype": args.dtype,
+        "dtype": facts["dtype"],
         "kv_cache": args.kv_cache,
     }
     if facts["quantization"] is None:

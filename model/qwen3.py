@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from model.block_matrix import Matrix
 from model.config import ModelConfig
 from model.kv_cache import AttnMetadata, KVCache, SdpaIndices
+from model.quantized_matrix import Weight, product
 from tkernels.kv_format import QuantizedKV, read_positions
 
 Tensor = torch.Tensor
@@ -26,14 +27,11 @@ Tensor = torch.Tensor
 class Linear:
     """A projection: ``weight`` [out, in], ``bias`` [out] or None."""
 
-    weight: Matrix
+    weight: Weight
     bias: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if isinstance(self.weight, Tensor):
-            return F.linear(x, self.weight, self.bias)
-        y = self.weight.multiply(x)
-        return y if self.bias is None else y + self.bias
+    def __call__(self, x: Tensor, ops: Any) -> Tensor:
+        return product(x, self.weight, ops, self.bias)
 
 
 @dataclass
@@ -100,14 +98,14 @@ def forward(
     for i, layer in enumerate(model.layers):
         x = _attention(model.config, layer, ops, x, positions, cos_sin_cache, cache, i, meta)
         x, residual = ops.fused_add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
-        x = layer.down_proj(ops.silu_and_mul(layer.gate_up_proj(x)))  # [T, 2I] -> [T, I] -> [T, H]
+        x = layer.down_proj(ops.silu_and_mul(layer.gate_up_proj(x, ops)), ops)  # [T, I] -> [T, H]
         after = model.layers[i + 1].input_layernorm if i + 1 < len(model.layers) else model.norm
         x, residual = ops.fused_add_rms_norm(x, residual, after, eps=eps)
     if num_logits == 0:
         return torch.empty((0, model.config.vocab_size), device=x.device)
     if num_logits is not None:
         x = x[meta.cu_seqlens_q[1 : num_logits + 1] - 1]  # [num_logits, H]
-    return model.lm_head(x).float()
+    return model.lm_head(x, ops).float()
 
 
 def _embed(table: Matrix, ids: Tensor) -> Tensor:
@@ -126,7 +124,7 @@ def _attention(
     meta: AttnMetadata,
 ) -> Tensor:
     """[T, H] -> [T, H]."""
-    qkv = layer.qkv_proj(x)  # [T, (Hq + 2 Hk) D]
+    qkv = layer.qkv_proj(x, ops)  # [T, (Hq + 2 Hk) D]
     heads = qkv.view(qkv.shape[0], -1, config.head_dim)  # [T, Hq + 2 Hk, D]
     v = heads[:, -config.num_kv_heads :]
     if layer.q_norm is not None:
@@ -165,7 +163,7 @@ def _attention(
             cu_seqlens_q=None if meta.max_seqlen_q == 1 else meta.cu_seqlens_q,
             max_seqlen_q=meta.max_seqlen_q,
         )
-    return layer.o_proj(out.flatten(1))
+    return layer.o_proj(out.flatten(1), ops)
 
 
 def _read(cache: Tensor | QuantizedKV, slots: Tensor | slice, dtype: torch.dtype) -> Tensor:

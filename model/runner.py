@@ -9,6 +9,7 @@ import torch
 
 import tkernels
 from model import PREFILL_CHUNK, cpu_ops
+from model.config import ModelConfig
 from model.kv_cache import (
     BlockAllocator,
     SequenceState,
@@ -36,6 +37,22 @@ def operations(kernels: str | None) -> tuple[str, Any]:
     except tkernels.UnsupportedError as error:
         raise ValueError(f"--kernels triton: {error}") from None
     return name, tkernels
+
+
+def choose_dtype(asked: str | None, usual: str, kernels: str, config: ModelConfig) -> str:
+    """What ``--dtype`` asks for; without it ``usual``, or 16 bits where kernels want that.
+
+    Raises:
+        ValueError: fp32 is asked for, and the kernels of a quantised checkpoint have none.
+    """
+    if kernels != "triton" or config.quantization is None:
+        return asked or usual
+    if asked == "float32":
+        raise ValueError(
+            "--dtype must be bfloat16 or float16 with --kernels triton and a quantised checkpoint, "
+            "got float32"
+        )
+    return asked or (config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16")
 
 
 class Runner:

@@ -518,6 +518,8 @@ def _find(args: argparse.Namespace) -> dict[str, Any]:
 
     kernels, ops = operations(args.kernels)
     checkpoint = open_checkpoint(args.model or default_path())
+    if checkpoint.config.quantization is not None:
+        raise ValueError(f"{args.model}: expected an unquantised checkpoint, got a quantised one")
     ids, held_out = _texts(args, checkpoint.tokenizer)
     text = "pydoc_data.topics" if args.text is None else str(args.text)
     device = tkernels.device.tensor_device()

@@ -82,7 +82,7 @@ class Mixed(Linear):
         super().__init__(linear.weight, linear.bias)
         self._fake, self._runs = fake, runs
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, ops: Any) -> torch.Tensor:
         assert isinstance(self.weight, torch.Tensor)
         low = None if all(high for _, high in self._runs) else fake_quantised(x)
         found = []

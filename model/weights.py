@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from model import block_matrix
-from model.block_matrix import BlockMatrix, Matrix
+from model import block_matrix, compressed
+from model.block_matrix import BlockMatrix, Blocks, Matrix
+from model.compressed import Scheme
 from model.config import ModelConfig
+from model.quantized_matrix import Int8Matrix, PackedMatrix, Part, Parts, Weight
 from model.qwen3 import Layer, Linear, Model
 from model.sources import Source
 from model.threads import cpu_threads
@@ -82,28 +84,29 @@ def load_model(
 ) -> Model:
     """Read all parameters as ``dtype`` on ``device``.
 
-    In fp32 on the CPU, matrices that a GGUF file stores in 4- or 8-bit blocks stay so.
+    In fp32 on the CPU, matrices that a GGUF file stores in 4- or 8-bit blocks stay so. Layers that
+    the config calls quantised stay so everywhere.
 
     Raises:
-        ValueError: a tensor is missing, unexpected, of a wrong shape or not finite; a file is
-            missing or truncated; config and file disagree about tied embeddings.
+        ValueError: a tensor is missing, unexpected, of a wrong shape or not finite; a scale is not
+            above 0; a file is missing or truncated; config and file disagree about tied embeddings.
     """
-    outer = outer_table(config)
-    layers = [layer_table(config, i) for i in range(config.num_layers)]
-    _check_names(config, source, [outer, *layers])
+    check_names(config, source)
 
-    def read(table: dict[str, Parameter]) -> dict[str, Matrix]:
-        return {name: _read(p, source, dtype, device) for name, p in table.items()}
+    def read(table: dict[str, Parameter]) -> dict[str, Weight]:
+        return {name: _read(config, p, source, dtype, device) for name, p in table.items()}
 
     with cpu_threads(1):  # small tensors: threads would wait for each other more than they work
-        top = read(outer)
-        _check_tie(config, source, top["embed_tokens"])
+        top = read(outer_table(config))
+        embed_tokens = top["embed_tokens"]
+        assert isinstance(embed_tokens, Matrix)  # no embedding is quantised in a folder
+        _check_tie(config, source, embed_tokens)
         return Model(
             config=config,
-            embed_tokens=top["embed_tokens"],
-            layers=[_layer(read(table)) for table in layers],
+            embed_tokens=embed_tokens,
+            layers=[_layer(read(layer_table(config, i))) for i in range(config.num_layers)],
             norm=_vector(top["norm"]),
-            lm_head=Linear(top.get("lm_head", top["embed_tokens"])),
+            lm_head=Linear(top.get("lm_head", embed_tokens)),
         )
 
 
@@ -113,7 +116,7 @@ def load_layer(
     """One decoder layer, for those who go through a network layer by layer; no matrix in blocks."""
     table = layer_table(config, index)
     with cpu_threads(1):
-        return _layer({n: _read(p, source, dtype, device, False) for n, p in table.items()})
+        return _layer({n: _read(config, p, source, dtype, device, False) for n, p in table.items()})
 
 
 def load_outer(
@@ -122,16 +125,10 @@ def load_outer(
     """``embed_tokens``, ``norm`` or ``lm_head`` (the embedding, where the two are tied)."""
     table = outer_table(config)
     parameter = table.get(name, table["embed_tokens"])
-    return _vector(_read(parameter, source, dtype, device, False))
+    return _vector(_read(config, parameter, source, dtype, device, False))
 
 
-def check_names(config: ModelConfig, source: Source) -> None:
-    """Raise ValueError unless a checkpoint holds what ``config`` needs, and no more."""
-    layers = [layer_table(config, i) for i in range(config.num_layers)]
-    _check_names(config, source, [outer_table(config), *layers])
-
-
-def _layer(p: dict[str, Matrix]) -> Layer:
+def _layer(p: dict[str, Weight]) -> Layer:
     def vector(name: str) -> torch.Tensor | None:
         return _vector(p[name]) if name in p else None
 
@@ -150,8 +147,8 @@ def _layer(p: dict[str, Matrix]) -> Layer:
     )
 
 
-def _vector(parameter: Matrix) -> torch.Tensor:
-    assert isinstance(parameter, torch.Tensor)  # only matrices are kept in blocks
+def _vector(parameter: Weight) -> torch.Tensor:
+    assert isinstance(parameter, torch.Tensor)  # only matrices are quantised
     return parameter
 
 
@@ -170,13 +167,121 @@ def empty_matrix(rows: int, cols: int, dtype: torch.dtype, device: torch.device)
 
 
 def _read(
+    config: ModelConfig,
     parameter: Parameter,
     source: Source,
     dtype: torch.dtype,
     device: torch.device,
     keep_blocks: bool = True,
-) -> Matrix:
+) -> Weight:
     """The stored tensors of one parameter, stacked, converted and moved."""
+
+    def read(part: Parameter, scheme: Scheme | None) -> Part:
+        if scheme is None:
+            return _read_plain(part, source, dtype, device, keep_blocks)
+        return _read_quantised(part, scheme, source, dtype, device)
+
+    schemes = [_scheme(config, name, shape) for name, shape in parameter.sources]
+    if len(set(schemes)) == 1:
+        return read(parameter, schemes[0])
+    pairs = zip(parameter.sources, schemes, strict=True)
+    return Parts(tuple(read(Parameter((one,)), scheme) for one, scheme in pairs))
+
+
+def _scheme(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Scheme | None:
+    """How a stored tensor is quantised; biases, norms and the embedding never are."""
+    if config.quantization is None or len(shape) != 2 or "embed_tokens" in name:
+        return None
+    return config.quantization.scheme_of(name.removesuffix(".weight"))
+
+
+def _read_quantised(
+    parameter: Parameter,
+    scheme: Scheme,
+    source: Source,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> BlockMatrix | Int8Matrix | PackedMatrix:
+    (_, k) = parameter.sources[0][1]
+    found = [_read_codes(name, shape, scheme, source) for name, shape in parameter.sources]
+    scale = torch.cat([one["weight_scale"].float() for one in found])
+    group = scheme.group or k
+    if (
+        not scheme.quantized_activations
+        and device.type == "cpu"
+        and dtype == torch.float32
+        and k % block_matrix.GROUP == group % block_matrix.GROUP == 0
+        and block_matrix.can_multiply()
+    ):  # weights alone are quantised: PyTorch's embedding bag reads them as bytes
+        codes = torch.cat([_codes(one, scheme, k) for one in found])
+        blocks = Blocks(
+            (codes.view(torch.uint8) ^ 128).t().contiguous(),
+            -128,
+            scale.repeat_interleave(group // block_matrix.GROUP, 1).t().contiguous(),
+            None,
+        )
+        matrix = block_matrix.stack([blocks])
+        assert matrix is not None
+        return matrix
+    scale = scale.to(device)
+    if scheme.bits == 8 and scheme.group is None:
+        codes = torch.cat([_codes(one, scheme, k) for one in found])
+        return Int8Matrix(codes.to(device), scale.view(-1), scheme.quantized_activations)
+    packed = torch.cat([one["weight_packed"] for one in found])
+    return PackedMatrix(packed.to(device), scale, scheme.bits, k)
+
+
+def _codes(found: dict[str, torch.Tensor], scheme: Scheme, k: int) -> torch.Tensor:
+    """int8 [N, K]."""
+    if scheme.format == compressed.INT:
+        return found["weight"]
+    return compressed.unpack(found["weight_packed"], scheme.bits, k)
+
+
+def _read_codes(
+    name: str, shape: tuple[int, ...], scheme: Scheme, source: Source
+) -> dict[str, torch.Tensor]:
+    """The checked tensors of a quantised layer, under the names that ``Scheme.tensors`` has."""
+    layer = name.removesuffix(".weight")
+    found = {
+        part: source.read(f"{layer}.{part}") for part in scheme.tensors(layer, (shape[0], shape[1]))
+    }
+    codes, wanted = (
+        ("weight", torch.int8)
+        if scheme.format == compressed.INT
+        else ("weight_packed", torch.int32)
+    )
+    if found[codes].dtype != wanted:
+        raise ValueError(
+            f"{source.where}: expected {layer}.{codes} in {wanted}, as {scheme.format} has it, got "
+            f"{found[codes].dtype}"
+        )
+    if "weight_shape" in found and found["weight_shape"].tolist() != list(shape):
+        raise ValueError(
+            f"{source.where}: expected {layer}.weight_shape to be {list(shape)}, got "
+            f"{found['weight_shape'].tolist()}"
+        )
+    scale = found["weight_scale"]
+    if not scale.is_floating_point():
+        raise ValueError(
+            f"{source.where}: expected {layer}.weight_scale in floats, got {scale.dtype}"
+        )
+    bad = scale[~(scale.isfinite() & (scale > 0))]
+    if len(bad):
+        raise ValueError(
+            f"{source.where}: expected finite scales above 0 in {layer}.weight_scale, got "
+            f"{len(bad)} others, the first {bad[0].item()}"
+        )
+    return found
+
+
+def _read_plain(
+    parameter: Parameter,
+    source: Source,
+    dtype: torch.dtype,
+    device: torch.device,
+    keep_blocks: bool,
+) -> Matrix:
     (_, first) = parameter.sources[0]
     if (
         keep_blocks
@@ -196,7 +301,12 @@ def _read(
     row = 0
     for name, shape in parameter.sources:
         part = source.read(name)
-        _check_finite(source, name, part)
+        if not part.is_floating_point():
+            raise ValueError(
+                f"{source.where}: expected floats in {name}, which config.json does not call "
+                f"quantised, got {part.dtype}"
+            )
+        check_finite(source, name, part)
         out[row : row + shape[0]].copy_(part)
         row += shape[0]
     return out
@@ -209,23 +319,33 @@ def _read_blocks(parameter: Parameter, source: Source) -> BlockMatrix | None:
         found = source.blocks(name)
         if found is None:
             return None
-        _check_finite(source, name, found.scale)
+        check_finite(source, name, found.scale)
         if found.low is not None:
-            _check_finite(source, name, found.low)
+            check_finite(source, name, found.low)
         parts.append(found)
     return block_matrix.stack(parts)
 
 
-def _check_finite(source: Source, name: str, values: torch.Tensor) -> None:
+def check_finite(source: Source, name: str, values: torch.Tensor) -> None:
+    """Refuses NaN and Inf in what was read as ``name``."""
     # A sum is NaN or Inf if any term is, and costs no second tensor; only then look closer.
     if not torch.isfinite(values.sum(dtype=torch.float32)) and not torch.isfinite(values).all():
         bad = int((~torch.isfinite(values)).sum())
         raise ValueError(f"{source.where}: expected finite weights, got {bad} NaN or Inf in {name}")
 
 
-def _check_names(config: ModelConfig, source: Source, tables: list[dict[str, Parameter]]) -> None:
+def check_names(config: ModelConfig, source: Source) -> None:
     """Every tensor that the network needs is there in its shape, and no other."""
-    wanted = {n: shape for table in tables for p in table.values() for n, shape in p.sources}
+    tables = [outer_table(config), *(layer_table(config, i) for i in range(config.num_layers))]
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, shape in (one for table in tables for p in table.values() for one in p.sources):
+        scheme = _scheme(config, name, shape)
+        if scheme is None:
+            wanted[name] = shape
+        else:
+            layer = name.removesuffix(".weight")
+            stored = scheme.tensors(layer, (shape[0], shape[1]))
+            wanted |= {f"{layer}.{part}": size for part, size in stored.items()}
     missing = [name for name in wanted if name not in source.shapes]
     if missing == ["lm_head.weight"]:
         raise ValueError(

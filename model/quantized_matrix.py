@@ -1,0 +1,100 @@
+"""Weights of linear layers as integers, multiplied as such.
+
+``ops`` is the namespace whose kernels multiply: ``tkernels``, its reference, or ``model.cpu_ops``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (its usual name)
+
+from model.block_matrix import BlockMatrix
+from model.compressed import unpack
+
+
+@dataclass(frozen=True)
+class Int8Matrix:
+    """[N, K]: weight[n, k] = codes[n, k] * scale[n]."""
+
+    codes: torch.Tensor  # int8 [N, K]
+    scale: torch.Tensor  # fp32 [N]
+    quantized_activations: bool  # W8A8, or W8A16
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+    def multiply(self, x: torch.Tensor, ops: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [T, K] -> x W^T + bias [T, N], of x's dtype."""
+        # A mask of rows that run in 16 bits (``mask``, ``row_group``) would replace ``high`` here.
+        high = not self.quantized_activations
+        y: torch.Tensor = ops.masked_gemm(x, self.codes, self.scale, bias=bias, high=high)
+        return y
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """[N, K]: weight[n, k] = code[n, k] * scale[n, k // group], 8 or 4 bits a code."""
+
+    packed: torch.Tensor  # int32 [N, ceil(K bits / 32)], as model.compressed.pack has it
+    scale: torch.Tensor  # fp32 [N, K / group]
+    bits: int
+    columns: int  # K
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + self.scale.nbytes
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantised: [N, K]."""
+        n, groups = self.scale.shape
+        codes = unpack(self.packed, self.bits, self.columns).view(n, groups, -1)
+        return (codes.float() * self.scale[..., None]).view(n, -1).to(dtype)
+
+    def multiply(self, x: torch.Tensor, ops: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [T, K] -> x W^T + bias [T, N], of x's dtype."""
+        return multiply_packed(x, self, ops, bias)
+
+
+def multiply_packed(
+    x: torch.Tensor, weight: PackedMatrix, ops: Any, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x [T, K] -> x W^T + bias [T, N]: dequantised, then multiplied as usual. No kernel yet."""
+    return F.linear(x, weight.values(x.dtype), bias)
+
+
+Part = torch.Tensor | BlockMatrix | Int8Matrix | PackedMatrix  # [N, K]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Stacked along N: what is joined, but not quantised alike."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def multiply(self, x: torch.Tensor, ops: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [T, K] -> x W^T + bias [T, N]: a product for each part."""
+        y = torch.cat([product(x, part, ops, None) for part in self.parts], dim=1)
+        return y if bias is None else y + bias
+
+
+Weight = Part | Parts  # [out, in]
+
+
+def product(
+    x: torch.Tensor, weight: Weight, ops: Any, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [T, K] times a weight [N, K] of any kind, + bias [N]: [T, N]."""
+    if isinstance(weight, torch.Tensor):
+        return F.linear(x, weight, bias)
+    if isinstance(weight, BlockMatrix):
+        y = weight.multiply(x)
+        return y if bias is None else y + bias
+    return weight.multiply(x, ops, bias)
