@@ -62,7 +62,13 @@ class PackedMatrix:
 def multiply_packed(
     x: torch.Tensor, weight: PackedMatrix, ops: Any, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """x [T, K] -> x W^T + bias [T, N]: dequantised, then multiplied as usual. No kernel yet."""
+    """x [T, K] -> x W^T + bias [T, N]: ``w4a16_gemm`` where that can, else dequantised weights."""
+    groups = weight.scale.shape[1]
+    size = weight.columns // groups
+    fits = groups == 1 or (size >= 32 and size & (size - 1) == 0)
+    if weight.bits == 4 and fits and x.dtype != torch.float32 and hasattr(ops, "w4a16_gemm"):
+        y: torch.Tensor = ops.w4a16_gemm(x, weight.packed, weight.scale, bias=bias)
+        return y
     return F.linear(x, weight.values(x.dtype), bias)
 
 

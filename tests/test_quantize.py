@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import json
 import shutil
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,39 @@ def test_blocks_of_weights_alone(written: dict[str, Path]) -> None:
         model = load_folder(written[scheme])
         assert isinstance(model.layers[0].down_proj.weight, BlockMatrix)
     assert isinstance(load_folder(written["w8a8"]).layers[0].down_proj.weight, Int8Matrix)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "dtype", "called"),
+    [
+        (4, 32, torch.bfloat16, True),
+        (4, 160, torch.bfloat16, True),  # a scale a row
+        (4, 16, torch.bfloat16, False),
+        (8, 32, torch.bfloat16, False),
+        (4, 32, torch.float32, False),
+    ],
+)
+def test_what_multiplies_packed_weights(
+    bits: int, group: int, dtype: torch.dtype, called: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-7, 8, (6, 160), generator=generator, dtype=torch.int8)
+    scale = torch.rand(6, 160 // group, generator=generator) + 0.5
+    matrix = PackedMatrix(pack(codes, bits), scale, bits, 160)
+    x, bias = torch.randn(3, 160, generator=generator).to(dtype), torch.ones(6, dtype=dtype)
+    calls: list[Any] = []
+
+    def gemm(*args: Any, **more: Any) -> torch.Tensor:
+        calls.append(args)
+        result: torch.Tensor = tkernels.reference.w4a16_gemm(*args, **more)
+        return result
+
+    y = matrix.multiply(x, types.SimpleNamespace(w4a16_gemm=gemm), bias)
+    assert bool(calls) == called
+    wide = (codes.view(6, -1, group) * scale[..., None]).view(6, 160)
+    expected = x.double() @ wide.double().t() + 1
+    torch.testing.assert_close(y.double(), expected, rtol=0.02, atol=0.3)
+    assert matrix.multiply(x, types.SimpleNamespace(), bias).shape == (3, 6)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
