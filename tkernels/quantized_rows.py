@@ -40,6 +40,22 @@ def _bits(values):
 
 
 @triton.jit
+def as_stored(values, dtype: tl.constexpr, ASM: tl.constexpr):
+    """``values`` of fp32 rounded to ``dtype``, two in one instruction where they are not stored."""
+    if ASM and dtype == tl.bfloat16:
+        rounded = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [values], dtype=tl.bfloat16, is_pure=True,
+            pack=2)  # fmt: skip
+    elif ASM and dtype == tl.float16:
+        rounded = tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [values], dtype=tl.float16, is_pure=True,
+            pack=2)  # fmt: skip
+    else:
+        rounded = values.to(dtype)
+    return rounded
+
+
+@triton.jit
 def scales_of(values, THREADS: tl.constexpr):
     """(scale, its inverse) of rows of fp32."""
     if THREADS:  # one reduction, of integers, in place of two
@@ -85,13 +101,20 @@ def store_codes(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write the codes of rows, which are those of ``dtype``."""
-    codes = _codes(values, inverse, FOLD, BLOCK_ROWS, BLOCK_N)
+    """Write the codes of rows of ``dtype``, which are those of ``quantize_per_token``."""
     pointers = rows + cols
     if THREADS:
+        # No product is above 127.00002 or below its opposite; of a spoilt row, whose inverse is 0,
+        # what is not 0 is NaN, and minima pass that by. Adding 1.5 * 2^23 rounds, and leaves the
+        # code in the low byte.
+        most = tl.where(inverse > 0, 127.0, 0.0)
+        steps = tl.minimum(values * inverse[:, None], most[:, None])
+        codes = (steps + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
         # Bytes by the 16 would deal the columns out to threads in another way than 16 bytes of
         # the rows, and sums, which depend on that, would not be those of the kernels in 16 bits.
         pointers = tl.max_contiguous(pointers, [1, 128 // dtype.primitive_bitwidth])
+    else:
+        codes = _codes(values, inverse, FOLD, BLOCK_ROWS, BLOCK_N)
     tl.store(pointers, codes, mask=ok)
 
 
@@ -157,7 +180,7 @@ def plan(
     """Launch, and the ``strides`` and counts of its call; None where there are no rows.
 
     The kernel takes ``n_rows, n_tiles`` behind the strides, and the constants N_COLS, KEEP,
-    ONE_TILE, THREADS (the chip has some) and FOLD besides its config.
+    ONE_TILE, THREADS (the chip has some), ASM and FOLD besides its config.
     """
     rows.row_layout(spec.name, ["x"], [x])  # not more rows than 32 bits count
     n_rows = x.shape[0]
@@ -166,7 +189,7 @@ def plan(
     cfg, max_programs = resolve(spec, (n_rows, n_cols, x.dtype, keep), config)
     n_tiles = cdiv(n_rows, cfg["BLOCK_ROWS"])
     programs = min(n_tiles, max_programs)
-    is_npu = device.current().is_npu
+    dev = device.current()
     cfg.setdefault("PDL", False)  # Ascend has none
     launch = bind(
         kernel,
@@ -174,8 +197,9 @@ def plan(
         N_COLS=n_cols,
         KEEP=keep,
         ONE_TILE=programs == n_tiles,
-        THREADS=not is_npu,
-        FOLD=64 if is_npu and cfg["BLOCK_N"] >= 64 else 0,
+        THREADS=dev.registers > 0,
+        ASM=dev.registers > 0 and dev.arch != "interpret",
+        FOLD=64 if dev.is_npu and cfg["BLOCK_N"] >= 64 else 0,
         **cfg,
         **({"launch_pdl": True} if cfg["PDL"] else {}),
     )

@@ -30,7 +30,13 @@ from tkernels.device import Device, tl, triton
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm, fused_add_rms_norm_ref
 from tkernels.ops.paged_attn import _let_next_kernel_start, _wait_for_earlier_kernels
 from tkernels.ops.quantize_per_token import quantize_per_token, quantize_per_token_ref
-from tkernels.quantized_rows import collect, scales_of, scales_of_collected, store_codes
+from tkernels.quantized_rows import (
+    as_stored,
+    collect,
+    scales_of,
+    scales_of_collected,
+    store_codes,
+)
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
 
 _OP = "fused_add_rms_norm_quantized"
@@ -82,6 +88,7 @@ def _fused_add_rms_norm_quantized_kernel(
     KEEP: tl.constexpr,
     ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
     THREADS: tl.constexpr,
+    ASM: tl.constexpr,
     FOLD: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -95,13 +102,13 @@ def _fused_add_rms_norm_quantized_kernel(
         _fused_add_rms_norm_quantized_tile(
             tl.program_id(0), x_ptr, residual_ptr, weight_ptr, q_ptr, scale_ptr, residual_out_ptr,
             out_ptr, stride_x, stride_r, stride_q, stride_s, stride_o, n_rows, eps,
-            N_COLS, KEEP, THREADS, FOLD, BLOCK_ROWS, BLOCK_N)
+            N_COLS, KEEP, THREADS, ASM, FOLD, BLOCK_ROWS, BLOCK_N)
     else:
         for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
             _fused_add_rms_norm_quantized_tile(
                 tile, x_ptr, residual_ptr, weight_ptr, q_ptr, scale_ptr, residual_out_ptr,
                 out_ptr, stride_x, stride_r, stride_q, stride_s, stride_o, n_rows, eps,
-                N_COLS, KEEP, THREADS, FOLD, BLOCK_ROWS, BLOCK_N)
+                N_COLS, KEEP, THREADS, ASM, FOLD, BLOCK_ROWS, BLOCK_N)
     # fmt: on
 
 
@@ -125,6 +132,7 @@ def _fused_add_rms_norm_quantized_tile(
     N_COLS: tl.constexpr,
     KEEP: tl.constexpr,
     THREADS: tl.constexpr,
+    ASM: tl.constexpr,
     FOLD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -150,7 +158,7 @@ def _fused_add_rms_norm_quantized_tile(
         tl.store(sum_rows + cols, rounded, mask=ok)
         total = rounded.to(tl.float32)
         rms = tl.rsqrt(tl.sum(total * total, axis=1) / N_COLS + eps)
-        normed = (total * rms[:, None] * weight.to(tl.float32)).to(dtype)
+        normed = as_stored(total * rms[:, None] * weight.to(tl.float32), dtype, ASM)
         if KEEP:
             tl.store(out_rows + cols, normed, mask=ok)
         values = normed.to(tl.float32)
@@ -174,7 +182,7 @@ def _fused_add_rms_norm_quantized_tile(
             residual = tl.load(residual_rows + start + cols, mask=ok, other=0.0).to(tl.float32)
             weight = tl.load(weight_ptr + start + cols, mask=col_ok, other=0.0).to(tl.float32)
             total = (x + residual).to(dtype).to(tl.float32)
-            normed = (total * rms[:, None] * weight).to(dtype)
+            normed = as_stored(total * rms[:, None] * weight, dtype, ASM)
             top, spoilt = collect(normed.to(tl.float32), top, spoilt, THREADS)
         scale, inverse = scales_of_collected(top, spoilt, THREADS)
         # All that is written to rows is written here: it may take the place of what is read.
@@ -186,7 +194,7 @@ def _fused_add_rms_norm_quantized_tile(
             weight = tl.load(weight_ptr + start + cols, mask=col_ok, other=0.0).to(tl.float32)
             rounded = (x + residual).to(dtype)
             tl.store(sum_rows + start + cols, rounded, mask=ok)
-            normed = (rounded.to(tl.float32) * rms[:, None] * weight).to(dtype)
+            normed = as_stored(rounded.to(tl.float32) * rms[:, None] * weight, dtype, ASM)
             if KEEP:
                 tl.store(out_rows + start + cols, normed, mask=ok)
             store_codes(

@@ -27,7 +27,13 @@ from tkernels.device import Device, tl, triton
 from tkernels.ops.paged_attn import _let_next_kernel_start, _wait_for_earlier_kernels
 from tkernels.ops.quantize_per_token import quantize_per_token, quantize_per_token_ref
 from tkernels.ops.silu_and_mul import silu_and_mul, silu_and_mul_ref
-from tkernels.quantized_rows import collect, scales_of, scales_of_collected, store_codes
+from tkernels.quantized_rows import (
+    as_stored,
+    collect,
+    scales_of,
+    scales_of_collected,
+    store_codes,
+)
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
 
 _OP = "silu_and_mul_quantized"
@@ -64,6 +70,7 @@ def _silu_and_mul_quantized_kernel(
     KEEP: tl.constexpr,
     ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
     THREADS: tl.constexpr,
+    ASM: tl.constexpr,
     FOLD: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -76,12 +83,12 @@ def _silu_and_mul_quantized_kernel(
     if ONE_TILE:
         _silu_and_mul_quantized_tile(
             tl.program_id(0), x_ptr, q_ptr, scale_ptr, out_ptr, stride_x, stride_q, stride_o,
-            n_rows, N_COLS, KEEP, THREADS, FOLD, BLOCK_ROWS, BLOCK_N)
+            n_rows, N_COLS, KEEP, THREADS, ASM, FOLD, BLOCK_ROWS, BLOCK_N)
     else:
         for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
             _silu_and_mul_quantized_tile(
                 tile, x_ptr, q_ptr, scale_ptr, out_ptr, stride_x, stride_q, stride_o,
-                n_rows, N_COLS, KEEP, THREADS, FOLD, BLOCK_ROWS, BLOCK_N)
+                n_rows, N_COLS, KEEP, THREADS, ASM, FOLD, BLOCK_ROWS, BLOCK_N)
     # fmt: on
 
 
@@ -99,6 +106,7 @@ def _silu_and_mul_quantized_tile(
     N_COLS: tl.constexpr,
     KEEP: tl.constexpr,
     THREADS: tl.constexpr,
+    ASM: tl.constexpr,
     FOLD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -114,7 +122,7 @@ def _silu_and_mul_quantized_tile(
 
     if BLOCK_N >= N_COLS:
         ok = row_ok & (cols < N_COLS)
-        result = _activated(gates, ok, N_COLS)
+        result = _activated(gates, ok, N_COLS, ASM)
         if KEEP:
             tl.store(out_rows, result, mask=ok)
         values = result.to(tl.float32)
@@ -125,13 +133,13 @@ def _silu_and_mul_quantized_tile(
         spoilt = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
         for start in range(0, N_COLS, BLOCK_N):
             ok = row_ok & (start + cols < N_COLS)
-            result = _activated(gates + start, ok, N_COLS)
+            result = _activated(gates + start, ok, N_COLS, ASM)
             top, spoilt = collect(result.to(tl.float32), top, spoilt, THREADS)
         scale, inverse = scales_of_collected(top, spoilt, THREADS)
         # Rows are written here, not above: they may take the place of the gates.
         for start in range(0, N_COLS, BLOCK_N):
             ok = row_ok & (start + cols < N_COLS)
-            result = _activated(gates + start, ok, N_COLS)
+            result = _activated(gates + start, ok, N_COLS, ASM)
             if KEEP:
                 tl.store(out_rows + start, result, mask=ok)
             store_codes(
@@ -141,13 +149,13 @@ def _silu_and_mul_quantized_tile(
 
 
 @triton.jit
-def _activated(gates, ok, N_COLS: tl.constexpr):
+def _activated(gates, ok, N_COLS: tl.constexpr, ASM: tl.constexpr):
     """silu(gate) * up as ``silu_and_mul`` stores it."""
     gate = tl.load(gates, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(gates + N_COLS, mask=ok, other=0.0).to(tl.float32)
     # The same steps as there: the bits must be.
     silu = tl.where(gate < -88.0, 0.0, gate / (1.0 + tl.exp(-gate)))
-    return (silu * up).to(gates.dtype.element_ty)
+    return as_stored(silu * up, gates.dtype.element_ty, ASM)
 
 
 @op
