@@ -109,7 +109,10 @@ def store_codes(
         # code in the low byte.
         most = tl.where(inverse > 0, 127.0, 0.0)
         steps = tl.minimum(values * inverse[:, None], most[:, None])
-        codes = (steps + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        bits = (steps + 12582912.0).to(tl.int32, bitcast=True)
+        # Nothing is below 0 here, but ptxas 12.8 makes a conversion from float, which saturates, of
+        # a byte that is stored right from a sum.
+        codes = tl.maximum(bits, 0).to(tl.int8)
         # Bytes by the 16 would deal the columns out to threads in another way than 16 bytes of
         # the rows, and sums, which depend on that, would not be those of the kernels in 16 bits.
         pointers = tl.max_contiguous(pointers, [1, 128 // dtype.primitive_bitwidth])
@@ -198,7 +201,7 @@ def plan(
         KEEP=keep,
         ONE_TILE=programs == n_tiles,
         THREADS=dev.registers > 0,
-        ASM=dev.registers > 0 and dev.arch != "interpret",
+        ASM=dev.registers > 0 and dev.arch != "interpret" and cfg["BLOCK_N"] > 1,  # two at once
         FOLD=64 if dev.is_npu and cfg["BLOCK_N"] >= 64 else 0,
         **cfg,
         **({"launch_pdl": True} if cfg["PDL"] else {}),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
 import tkernels
+from tests.compiled_for import lines_of
 from tkernels import device
 from tkernels.ops.silu_and_mul_quantized import SPEC
 from tkernels.quantized_rows import problem
@@ -151,3 +153,31 @@ def test_refuses_what_does_not_fit(dev: torch.device) -> None:
         call(x, scale_out=torch.empty(4, device=dev))
     with pytest.raises(TypeError, match=rf"{name}keep must be a bool, got 1 \(int\)"):
         call(x, keep=1)  # type: ignore[arg-type]
+
+
+STORES_BYTES = """
+import subprocess
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tkernels import device, offline
+from tkernels.ops.silu_and_mul_quantized import SPEC
+from tkernels.quantized_rows import problem
+
+config = SPEC.default_config(problem(8, 40), device.current())
+config = {**config, "BLOCK_ROWS": 2, "BLOCK_N": 64, "num_warps": 1}
+with FakeTensorMode(), offline.record_launches() as launches:
+    x = torch.empty(5, 80, dtype=torch.bfloat16)
+    SPEC.launch(x, keep=True, out=x[:, :40], config=config)
+with open(given + "/x.cubin", "wb") as file:
+    file.write(offline.compiled_cuda(launches[0], 90).asm["cubin"])
+tool = device.triton.knobs.nvidia.cuobjdump.path
+print(subprocess.run([tool, "-sass", given + "/x.cubin"], capture_output=True, text=True).stdout)
+"""
+
+
+def test_bytes_are_not_converted_from_sums(tmp_path: Path) -> None:
+    """ptxas 12.8, which Triton 3.6 has, took the low byte of a sum for a saturating conversion where
+    each byte is stored alone; newer ones do not."""
+    code = "\n".join(lines_of(f"given = {str(tmp_path)!r}\n" + STORES_BYTES))
+    assert "STS.U8" in code or "STG.E.U8" in code
+    assert "F2I" not in code
