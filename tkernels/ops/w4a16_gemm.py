@@ -777,23 +777,23 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     config |= {"programs_per_core": 0, "PDL": _has_pdl(dev), "num_warps": 4, "num_stages": 4}
     if rows <= 16:
         # Two groups a step, so that scales come in pairs; and wide tiles, because each warp brings
-        # x to its registers. Three programs fit a core.
+        # x to its registers. As an H100 liked them (CONTRIBUTING, "Measured facts").
         config |= {"BLOCK_M": rows, "BLOCK_N": 128, "BLOCK_K": 256, "variant": "direct"}
-        # If enough narrower tiles fill the chip, their warps share K, and no second kernel adds;
-        # 50 KB and more are in flight in each core.
-        for n, slices in ((64, 4), (32, 8))[: 2 if rows == 8 else 1]:
-            sliced = {"BLOCK_N": n, "BLOCK_K": 128 * slices, "SLICES": slices, "num_warps": slices}
-            sliced["num_stages"] = 6 if n == 32 else 5 if rows == 8 else 4
-            fills = cdiv(p["n"], n) * 10 >= dev.num_cores * 9 and p["k"] >= 512 * slices
-            if fills and _why_no_slices({**config, **sliced}, p) is None:
-                config |= sliced
-                break
+        fill = cdiv(p["n"], 64) * 10 >= dev.num_cores * 9  # narrower tiles fill the chip
+        slices = 2 if fill else 4
+        sliced = {"BLOCK_N": 64, "BLOCK_K": 128 * slices, "SLICES": slices, "num_warps": slices}
+        fits = p["k"] >= 512 * slices and _why_no_slices({**config, **sliced}, p) is None
+        if rows == 8 and fits:
+            config |= {**sliced, "num_stages": 8 if fill else 6}
     else:
         config |= {"BLOCK_N": 128, "num_warps": 8}
     tiles = cdiv(p["m"], config["BLOCK_M"]) * cdiv(p["n"], config["BLOCK_N"])
-    if tiles < dev.num_cores and config["SLICES"] == 1:
+    if 2 * tiles < dev.num_cores or (tiles < dev.num_cores and rows > 16):
         most = max(1, p["k"] // (2 * config["BLOCK_K"]))  # two steps a program, at the least
-        config["SPLIT_K"] = _largest_split(min(most, 16, 3 * dev.num_cores // tiles))
+        programs = (1 if config["SLICES"] > 1 else 3) * dev.num_cores
+        config["SPLIT_K"] = _largest_split(min(most, 16, programs // tiles))
+    if rows <= 16 and config["SLICES"] == 1:
+        config["num_stages"] = 6 if config["SPLIT_K"] == 1 else 3
     while config["num_stages"] > 1 and _shared_bytes(config, problem) > dev.local_mem_bytes:
         config["num_stages"] -= 1
     return config
