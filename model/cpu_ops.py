@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tkernels import reference
+from tkernels.ops.masked_gemm import runs_high_ref
 from tkernels.reference import (
     append_quantized_kv,
     fused_qk_norm_rope,
@@ -22,6 +23,7 @@ from tkernels.reference import (
     release_residual_slots,
     rms_norm,
     silu_and_mul,
+    watch_activations,
 )
 
 Tensor = torch.Tensor
@@ -37,6 +39,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "silu_and_mul",
+    "watch_activations",
 ]
 
 
@@ -92,11 +95,20 @@ def masked_gemm(
     *,
     bias: Tensor | None = None,
     high: bool = False,
+    mask: Tensor | None = None,
+    row_group: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
     """As ``tkernels.masked_gemm``; a step that is int8 throughout takes PyTorch's int8 product."""
     if high or others or not _multiplies_exactly():
-        return reference.masked_gemm(x, weight, weight_scale, bias=bias, high=high, **others)
+        more = {"mask": mask, "row_group": row_group, **others}
+        return reference.masked_gemm(x, weight, weight_scale, bias=bias, high=high, **more)
+    if mask is not None and bool(mask.any()):
+        # Of all rows: what one gets must not depend on which others run high.
+        high_rows = reference.masked_gemm(x, weight, weight_scale, bias=bias, high=True)
+        low_rows = masked_gemm(x, weight, weight_scale, bias=bias)
+        chosen = runs_high_ref(mask, row_group, x.shape[0])
+        return torch.where(chosen[:, None], high_rows, low_rows)
     values = x.float()
     # As quantize_per_token: the same codes and scales, in half as many steps.
     absmax = values.abs().amax(1, keepdim=True)

@@ -77,6 +77,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help=f"prompt tokens at once, at most (default {model.PREFILL_CHUNK}); bounds the memory",
     )
     add_kv_options(parser)
+    add(
+        "--fallback",
+        type=Path,
+        metavar="FILE",
+        help="watch requests of a w8a8 checkpoint, and take those that go bad out of int8; FILE is "
+        "what python -m model.calibrate_watch wrote",
+    )
     add("--system", help="system message of the chat")
     switch = argparse.BooleanOptionalAction
     add("--chat", action=switch, help="use the chat template (default: if there is one)")
@@ -211,6 +218,7 @@ def _run(args: argparse.Namespace) -> int:
     import torch
 
     import tkernels
+    from model import fallback
     from model.checkpoint import default_path, open_checkpoint
     from model.kv_quant import choose
     from model.loop import Limits, check_prompt, generate
@@ -233,7 +241,10 @@ def _run(args: argparse.Namespace) -> int:
     stored = config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16"
     dtype = choose_dtype(args.dtype, "float32" if on_cpu else stored, kernels, config)
     quantization = choose(args.kv_cache, args.kv_scales, args.kv_tau, config)
+    calibration = None if args.fallback is None else fallback.load(args.fallback, config)
     network = load_model(config, checkpoint.source, dtype=getattr(torch, dtype), device=device)
+    if calibration is not None and not fallback.multiplies_in_int8(network):
+        raise ValueError(f"expected layers in w8a8 for --fallback, got none in {checkpoint.path}")
     load_s = time.perf_counter() - model.STARTED
 
     streaming = len(ids) == 1 and not args.json
@@ -252,6 +263,7 @@ def _run(args: argparse.Namespace) -> int:
             batch_size=args.batch_size,
             prefill_chunk=args.prefill_chunk,
             quantization=quantization,
+            fallback=calibration,
             on_text=_print_piece if streaming else None,
             on_done=on_done,
             on_prefill=on_prefill,
@@ -264,6 +276,12 @@ def _run(args: argparse.Namespace) -> int:
         "device": tkernels.device.current().name if kernels == "triton" else device.type,
         "threads": torch.get_num_threads(),
     }
+    if calibration is not None:
+        fell = {i: found for i, found in sorted(times.fallback.items()) if found is not None}
+        stats["fallback"] = {
+            "watched": len(times.fallback),
+            "fell_back": [{"prompt": i, **found} for i, found in fell.items()],
+        }
     _print_replies(replies, prompts, stats, args.json, streaming)
     print(_summary(stats), file=sys.stderr)
     return 130 if any(r.finish_reason == "interrupted" for r in replies) else 0
@@ -301,7 +319,9 @@ def _summary(s: dict[str, Any]) -> str:
         f"first token {show('first_token_s', '.3f')} s ({s['prefill_tokens']} prompt tokens) | "
         f"{show('ms_per_token', '.2f')} ms per token | {show('tokens_per_s', '.1f')} tok/s "
         f"({s['decode_tokens']} tokens) | weights {show('weight_gb_per_s', '.1f')} GB/s | "
-        f"peak memory {s['peak_memory_bytes'] / 1e9:.2f} GB" + _kv_summary(s["kv_cache"])
+        f"peak memory {s['peak_memory_bytes'] / 1e9:.2f} GB"
+        + _kv_summary(s["kv_cache"])
+        + _fallback_summary(s.get("fallback"))
     )
 
 
@@ -312,6 +332,12 @@ def _kv_summary(kv: dict[str, Any]) -> str:
     if kv["residuals_dropped"]:
         text += f", {kv['residuals_dropped']} residuals left out (their pool was full)"
     return text
+
+
+def _fallback_summary(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    return f" | {len(found['fell_back'])} of {found['watched']} requests fell back"
 
 
 def _print_replies(

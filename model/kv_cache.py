@@ -111,6 +111,7 @@ class SequenceState:
     token_ids: list[int]
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
+    group: int = -1  # its place in a mask of requests (model/fallback.py); -1: none
 
     def slot(self, position: int) -> int:
         return self.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from model import PREFILL_CHUNK
+from model.fallback import Calibration
 from model.kv_cache import BLOCK_SIZE, SequenceState
 from model.kv_quant import KVQuantization
 from model.qwen3 import Model
@@ -39,6 +40,8 @@ class Times:
     decode_steps_s: list[float] = field(default_factory=list)
     decode_tokens: int = 0
     kv_cache: dict[str, Any] = field(default_factory=dict)  # KVCache.statistics at the end
+    # With a fallback: Watch.report of each prompt that has ended, by its index.
+    fallback: dict[int, dict[str, Any] | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ def generate(
     batch_size: int = 8,
     prefill_chunk: int = PREFILL_CHUNK,
     quantization: KVQuantization | None = None,
+    fallback: Calibration | None = None,
     on_text: Callable[[int, str], None] | None = None,
     on_done: Callable[[int], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
@@ -74,6 +78,7 @@ def generate(
         on_text: called with (prompt index, piece of text) as text becomes certain.
         prefill_chunk: prompt tokens computed at once, at most.
         quantization: of the KV cache; None keeps it in the model's dtype.
+        fallback: what requests are compared with that may leave int8; None watches nothing.
         on_done: called with the index of each finished prompt.
         on_prefill: called with (prompt tokens computed, in all) before and after each chunk.
     """
@@ -90,6 +95,8 @@ def generate(
         max_positions=longest,
         prefill_chunk=prefill_chunk,
         quantization=quantization,
+        fallback=fallback,
+        num_groups=batch_size,
     )
     replies = [Reply(len(ids)) for ids in prompts]
     times = Times()
@@ -120,6 +127,8 @@ def generate(
             if r.take(token, limits, context, on_text):
                 going.append(r)
             else:
+                if runner.watch is not None:
+                    times.fallback[r.index] = runner.watch.report(r.sequence)
                 runner.release(r.sequence)
                 if on_done:
                     on_done(r.index)

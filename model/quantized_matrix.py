@@ -29,7 +29,7 @@ class Int8Matrix:
 
     def multiply(self, x: torch.Tensor, ops: Any, bias: torch.Tensor | None) -> torch.Tensor:
         """x [T, K] -> x W^T + bias [T, N], of x's dtype."""
-        # A mask of rows that run in 16 bits (``mask``, ``row_group``) would replace ``high`` here.
+        # With a fallback ``ops`` adds a mask of the rows that run in 16 bits (model/fallback.py).
         high = not self.quantized_activations
         y: torch.Tensor = ops.masked_gemm(x, self.codes, self.scale, bias=bias, high=high)
         return y

@@ -10,6 +10,7 @@ import torch
 import tkernels
 from model import PREFILL_CHUNK, cpu_ops
 from model.config import ModelConfig
+from model.fallback import Calibration, Watch
 from model.kv_cache import (
     BlockAllocator,
     SequenceState,
@@ -62,7 +63,8 @@ class Runner:
     ``max_positions`` - 1. A prefill takes at most ``prefill_chunk`` tokens a step, so that its
     memory does not grow with the prompts. ``tkernels`` brings its own attention; with any other
     namespace it is PyTorch's. With ``quantization`` attention reads what the cache holds of new
-    tokens too, so that results do not depend on the chunks.
+    tokens too, so that results do not depend on the chunks. With ``fallback`` up to ``num_groups``
+    sequences at a time are watched, and layers in w8a8 leave int8 for those that go bad.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class Runner:
         max_positions: int,
         prefill_chunk: int = PREFILL_CHUNK,
         quantization: KVQuantization | None = None,
+        fallback: Calibration | None = None,
+        num_groups: int = 64,
     ) -> None:
         self.model, self.ops = model, ops
         self.prefill_chunk = prefill_chunk
@@ -86,6 +90,7 @@ class Runner:
         self.cos_sin_cache = build_cos_sin_cache(
             model.config.rope, max_positions, device=self.device
         )
+        self.watch = None if fallback is None else Watch(fallback, model, num_groups, self.device)
 
     @torch.inference_mode()
     def prefill(
@@ -142,6 +147,8 @@ class Runner:
                         part.slots, part.free_slots, part.free_count, blocks
                     )
         self.blocks.release(sequence.block_ids)
+        if self.watch is not None:
+            self.watch.release(sequence)
 
     def _make_room(self, sequences: Sequence[SequenceState]) -> None:
         for s in sequences:
@@ -151,6 +158,8 @@ class Runner:
                     f"{len(s.token_ids)}"
                 )
             self.blocks.grow(s.block_ids, len(s.token_ids))
+            if self.watch is not None:
+                self.watch.take(s)
 
     def _step(
         self, sequences: Sequence[SequenceState], new: list[int], num_logits: int | None
@@ -158,10 +167,11 @@ class Runner:
         """The next ``new[i]`` tokens of sequence i; see ``forward`` for ``num_logits``."""
         meta = build_metadata(sequences, new, self.device, sdpa=self.ops is not tkernels)
         ids, positions = self._inputs(sequences, new)
+        ops = self.ops if self.watch is None else self.watch.step(self.ops, sequences, new)
         with cpu_threads(self._cpu_threads(len(sequences), len(ids))):
             logits = forward(
                 self.model,
-                self.ops,
+                ops,
                 ids,
                 positions,
                 self.cos_sin_cache,
@@ -169,6 +179,8 @@ class Runner:
                 meta,
                 num_logits=num_logits,
             )
+            if self.watch is not None:
+                ops.end()
         for s, n in zip(sequences, new, strict=True):
             s.num_computed += n
         return logits

@@ -140,6 +140,8 @@ _OTHER_SIZES = {(w, _SIZES) for w in (_shorter, _longer, _narrower, _wider)}
 
 _OPTIONAL = {(_nothing, "it may be left out")}
 _ANY_ROWS_OF_X = "x may have any number of rows"
+_SIZES_OF_X = "a row may have any number of activations"
+_MORE_WORDS = "a mask may have words for more slots"
 _WORDS = "a mask may have any number of words; rows whose group has none run low"
 
 # kernel -> argument -> {(way of spoiling it, why the result is legitimate)}
@@ -171,6 +173,10 @@ ACCEPTED: dict[str, dict[str, set[tuple[Callable[[torch.Tensor], Any], str]]]] =
     "silu_and_mul": {"x": _ANY_ROW_COUNT},
     "w4a16_gemm": {"x": {(_shorter, _ANY_ROWS_OF_X), (_longer, _ANY_ROWS_OF_X)}, "bias": _OPTIONAL},
     "silu_and_mul_quantized": {"x": {(way, _SIZES) for way in (_shorter, _longer)}},
+    "watch_activations": {
+        "x": {(_narrower, _SIZES_OF_X), (_wider, _SIZES_OF_X)},
+        "mask": {(way, _MORE_WORDS) for way in (_shorter, _longer, _narrower, _wider)},
+    },
     "rope": {"cos_sin_cache": {(_shorter, _TABLE), (_longer, _TABLE)}},
     "fused_qk_norm_rope": {"cos_sin_cache": {(_shorter, _TABLE), (_longer, _TABLE)}},
 }

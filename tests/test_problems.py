@@ -109,6 +109,8 @@ SHAPES = {  # of each bench case; of all its kernels where several have one of t
     "none-16x12288x4096-bf16": "tokens=16,outputs=12288,inputs=4096,masked=true",
     "64x32x128-bf16": "tokens=64",
     "4096x32x128-bf16": "tokens=4096",
+    "1x8x12288-bf16": "tokens=8,hidden=12288",
+    "4x64x12288-bf16": "tokens=64,hidden=12288,watches=4",
 }
 NO_SHAPE = {"decode-mixed-b64-128+8192-32/8x128-bf16"}  # its sequences differ in length
 

@@ -243,6 +243,8 @@ def test_cost_counts_the_bytes_that_must_move(spec: KernelSpec, dev: torch.devic
         if spec.name == "release_residual_slots":  # looked at and erased; the stack is not known
             released = len(tensors["blocks"]) * tensors["slots"][0].nbytes
             moved |= {"released": released, "count": 2 * tensors["free_count"].nbytes}
+        if spec.name == "watch_activations":  # its state is read, too
+            moved |= {n: 2 * tensors[n].nbytes for n in spec.mutates}
         if spec.name == "masked_gemm":  # rows that all run one way leave the other's alone
             moved = {n: moved[n] for n in gemm_reads(case.problem)}
         results = spec.reference(**inputs)

@@ -26,6 +26,7 @@ from tkernels.ops.rope import rope
 from tkernels.ops.silu_and_mul import silu_and_mul
 from tkernels.ops.silu_and_mul_quantized import silu_and_mul_quantized
 from tkernels.ops.w4a16_gemm import w4a16_gemm
+from tkernels.ops.watch_activations import watch_activations
 from tkernels.quantized import append_quantized_kv, paged_attn_quantized
 from tkernels.rope_table import build_cos_sin_cache
 from tkernels.w4_format import repack_awq, repack_gptq, unpack_zero_points
@@ -66,4 +67,5 @@ __all__ = [
     "silu_and_mul_quantized",
     "unpack_zero_points",
     "w4a16_gemm",
+    "watch_activations",
 ]

@@ -26,6 +26,7 @@ from tkernels.ops.silu_and_mul_quantized import (
     silu_and_mul_quantized_ref as silu_and_mul_quantized,
 )
 from tkernels.ops.w4a16_gemm import w4a16_gemm_ref as w4a16_gemm
+from tkernels.ops.watch_activations import watch_activations_ref as watch_activations
 from tkernels.quantized import append_quantized_kv_ref as append_quantized_kv
 from tkernels.quantized import paged_attn_quantized_ref as paged_attn_quantized
 
@@ -48,4 +49,5 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_quantized",
     "w4a16_gemm",
+    "watch_activations",
 ]

@@ -145,6 +145,7 @@ def guarded(
 
 # Arguments that are asked to be contiguous, which the contract tests hold.
 _CONTIGUOUS = {"cos_sin_cache", *kv_format.FIELDS}
+_CONTIGUOUS |= {"calibration", "reference", "histogram", "moments", "counters"}
 _CONTIGUOUS |= {f"{which}_{field}" for which in "kv" for field in kv_format.FIELDS}
 
 

@@ -176,8 +176,8 @@ print(subprocess.run([tool, "-sass", given + "/x.cubin"], capture_output=True, t
 
 
 def test_bytes_are_not_converted_from_sums(tmp_path: Path) -> None:
-    """ptxas 12.8, which Triton 3.6 has, took the low byte of a sum for a saturating conversion where
-    each byte is stored alone; newer ones do not."""
+    """ptxas 12.8, which Triton 3.6 has, took the low byte of a sum for a saturating conversion
+    where each byte is stored alone; newer ones do not."""
     code = "\n".join(lines_of(f"given = {str(tmp_path)!r}\n" + STORES_BYTES))
     assert "STS.U8" in code or "STG.E.U8" in code
     assert "F2I" not in code

@@ -1,0 +1,244 @@
+"""Dynamic fallback: a request whose activations leave what was calibrated goes on in 16 bits.
+
+Some layers' activations (the inputs of ``down_proj``) are watched by ``watch_activations``, one
+launch a step. It sets the bit of a request's slot in one mask of the device, and all w8a8 layers
+multiply by that mask, so a verdict holds from the next step on, for all layers and remaining tokens
+of that request, and for no other request. Nothing here waits for the device.
+
+The layers' ``ops`` are wrapped for a step (``Watch.step``): the network itself knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from model.config import ModelConfig
+    from model.kv_cache import SequenceState
+    from model.qwen3 import Model
+
+FORMAT = "tkernels.watch"
+BINS = 512
+WINDOW = 64  # tokens between two verdicts
+PROMPT_ROWS = 256  # tokens of a prompt's chunk that are watched, at most, evenly spread
+REASONS = {1: "kl", 2: "skewness", 3: "kl and skewness", 4: "not finite"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What the inputs of ``down_proj`` of some layers look like, and how far they may go."""
+
+    layers: tuple[int, ...]  # in order
+    facts: torch.Tensor  # fp32 [W, 4]: low, bins per unit, centre, 1 / spread
+    reference: torch.Tensor  # fp32 [W, 512], shares, above 0
+    kl_above: float
+    skewness_above: float
+
+    def save(self, path: Path, found: dict[str, Any]) -> None:
+        """Write it to a safetensors file; ``found`` says what it was made from."""
+        from safetensors.torch import save_file
+
+        facts = {
+            "format": FORMAT,
+            "layers": json.dumps(self.layers),
+            "kl_above": str(self.kl_above),
+            "skewness_above": str(self.skewness_above),
+            "found": json.dumps(found),
+        }
+        tensors = {"facts": self.facts.contiguous(), "reference": self.reference.contiguous()}
+        save_file(tensors, path, metadata=facts)
+
+
+def load(path: Path, config: ModelConfig) -> Calibration:
+    """What ``python -m model.calibrate_watch`` wrote for this model.
+
+    Raises:
+        ValueError: no such file, no calibration, or one that does not fit the model.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"--fallback {path}: expected a safetensors file, got {error}") from None
+    if meta.get("format") != FORMAT:
+        raise ValueError(f"--fallback {path}: expected format {FORMAT}, got {meta.get('format')!r}")
+    try:
+        layers = tuple(int(i) for i in json.loads(meta["layers"]))
+        limits = float(meta["kl_above"]), float(meta["skewness_above"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"--fallback {path}: expected a whole calibration, got {error!r}"
+        ) from None
+    if not layers or sorted(set(layers)) != list(layers) or layers[-1] >= config.num_layers:
+        raise ValueError(
+            f"--fallback {path}: expected layers of this model's {config.num_layers}, got "
+            f"{list(layers)}"
+        )
+    for name, columns in (("facts", 4), ("reference", BINS)):
+        t = tensors.get(name)
+        shape = [len(layers), columns]
+        if t is None or list(t.shape) != shape or t.dtype != torch.float32:
+            raise ValueError(
+                f"--fallback {path}: expected {name} in fp32 {shape}, got "
+                f"{'none' if t is None else f'{t.dtype} {list(t.shape)}'}"
+            )
+        if not bool(t.isfinite().all()):
+            raise ValueError(f"--fallback {path}: expected finite {name}, got others")
+    least = min(float(tensors["reference"].min()), float(tensors["facts"][:, 1::2].min()), *limits)
+    if not least > 0:
+        raise ValueError(
+            f"--fallback {path}: expected shares, scales and limits above 0, got {least}"
+        )
+    return Calibration(layers, tensors["facts"], tensors["reference"], *limits)
+
+
+def multiplies_in_int8(model: Model) -> bool:
+    """Whether a mask would change anything: some layer is w8a8."""
+    from model.quantized_matrix import Int8Matrix, Parts
+    from model.qwen3 import Linear
+
+    def parts(linear: Linear) -> tuple[Any, ...]:
+        return linear.weight.parts if isinstance(linear.weight, Parts) else (linear.weight,)
+
+    linears = [v for layer in model.layers for v in vars(layer).values() if isinstance(v, Linear)]
+    found = [part for linear in linears for part in parts(linear)]
+    return any(isinstance(p, Int8Matrix) and p.quantized_activations for p in found)
+
+
+class Watch:
+    """State of the watched requests on the device. Each has a slot from its first step to its end.
+
+    ``mask``: int64 words, a bit a slot, as ``masked_gemm`` reads it.
+    """
+
+    def __init__(
+        self, calibration: Calibration, model: Model, n_slots: int, device: torch.device
+    ) -> None:
+        self.calibration, self.n_slots = calibration, n_slots
+        self._num_layers = model.config.num_layers
+        self._facts = calibration.facts.to(device)
+        self._reference = calibration.reference.to(device)
+        w = len(calibration.layers)
+        self.histogram = torch.zeros(w, n_slots, BINS, dtype=torch.int32, device=device)
+        self.moments = torch.zeros(w, n_slots, 5, device=device)
+        self.counters = torch.zeros(w, n_slots, 4, dtype=torch.int32, device=device)
+        self.mask = torch.zeros(-(-n_slots // 64), dtype=torch.int64, device=device)
+        self._free = list(range(n_slots))[::-1]
+
+    def take(self, sequence: SequenceState) -> None:
+        """Give a request a clean slot, if it has none.
+
+        Raises:
+            ValueError: all are taken.
+        """
+        if sequence.group >= 0:
+            return
+        if not self._free:
+            raise ValueError(
+                f"fallback: expected at most {self.n_slots} requests at a time, got another"
+            )
+        sequence.group = self._free.pop()
+        self.reset(sequence.group)
+
+    def release(self, sequence: SequenceState) -> None:
+        """Take the slot of a request that has ended."""
+        if sequence.group >= 0:
+            self._free.append(sequence.group)
+            sequence.group = -1
+
+    def reset(self, slot: int) -> None:
+        """Forget all that was seen in a slot: its next request starts in int8."""
+        for state in (self.histogram, self.moments, self.counters):
+            state[:, slot].zero_()
+        bit = 1 << (slot % 64)
+        self.mask[slot // 64] &= ~(bit - 2**64 if bit >= 2**63 else bit)
+
+    def step(self, ops: Any, sequences: Sequence[SequenceState], new: Sequence[int]) -> Step:
+        """The operations of a step that computes the next ``new[i]`` tokens of sequence i."""
+        groups = [s.group for s, n in zip(sequences, new, strict=True) for _ in range(n)]
+        watched = [
+            s.group if i % -(-n // PROMPT_ROWS) == 0 else -1
+            for s, n in zip(sequences, new, strict=True)
+            for i in range(n)
+        ]
+        both = torch.tensor([groups, watched], dtype=torch.int32)
+        rows = both.to(self.mask.device, non_blocking=True)
+        return Step(self, ops, rows[0], rows[1])
+
+    def see(self, ops: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """Take x [W, T, I] of a step into the watch."""
+        ops.watch_activations(
+            x,
+            rows,
+            self._facts,
+            self._reference,
+            self.histogram,
+            self.moments,
+            self.counters,
+            self.mask,
+            window=WINDOW,
+            kl_above=self.calibration.kl_above,
+            skewness_above=self.calibration.skewness_above,
+        )
+
+    def report(self, sequence: SequenceState) -> dict[str, Any] | None:
+        """Why a request fell back, None if it did not. Waits for the device: for the end.
+
+        ``token``: how many of its tokens had been watched by the first verdict.
+        """
+        counters = self.counters[:, sequence.group].tolist()
+        verdicts = [(at, w, reason) for w, (_, _, reason, at) in enumerate(counters) if reason]
+        if not verdicts:
+            return None
+        token, w, reason = min(verdicts)
+        kl, skewness = self.moments[w, sequence.group, 3:].tolist()
+        found = {"token": token, "reason": REASONS[reason], "layer": self.calibration.layers[w]}
+        return found if reason == 4 else {**found, "kl": kl, "skewness": skewness}
+
+
+class Step:
+    """The operations of one step: products by the mask, and activations kept to be seen."""
+
+    def __init__(
+        self, watch: Watch, ops: Any, row_group: torch.Tensor, watched: torch.Tensor
+    ) -> None:
+        self._watch, self._ops, self._row_group, self._rows = watch, ops, row_group, watched
+        self._place = {layer: w for w, layer in enumerate(watch.calibration.layers)}
+        self._calls = 0
+        self._kept: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def masked_gemm(self, x: torch.Tensor, *rest: Any, high: bool = False, **more: Any) -> Any:
+        if high or x.shape[0] != self._row_group.shape[0]:  # W8A16; lm_head, of some rows
+            return self._ops.masked_gemm(x, *rest, high=high, **more)
+        return self._ops.masked_gemm(
+            x, *rest, mask=self._watch.mask, row_group=self._row_group, **more
+        )
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """The input of ``down_proj``; of a watched layer it is written where it stays."""
+        layer, self._calls = self._calls, self._calls + 1
+        w = self._place.get(layer)
+        if w is None:
+            found: torch.Tensor = self._ops.silu_and_mul(x)
+            return found
+        if self._kept is None:
+            self._kept = x.new_empty((len(self._place), x.shape[0], x.shape[1] // 2))
+        kept: torch.Tensor = self._ops.silu_and_mul(x, out=self._kept[w])
+        return kept
+
+    def end(self) -> None:
+        """After the last layer."""
+        if self._kept is not None:
+            self._watch.see(self._ops, self._kept, self._rows)
