@@ -138,9 +138,9 @@ def test_a_step_holds_a_chunk_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None
     class Head:
         weight = head.weight
 
-        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        def __call__(self, x: torch.Tensor, ops: Any) -> torch.Tensor:
             head_rows.append(x.shape[0])
-            return head(x)
+            return head(x, ops)
 
     monkeypatch.setattr(runner.model, "lm_head", Head())
     got = runner.prefill([SequenceState(prompt(n)) for n in (32, 4, 9)])

@@ -1054,7 +1054,7 @@ def _tuning_key(problem: Problem) -> dict[str, Any]:
         "varlen": p["varlen"],
         "window": p["window"] is not None,
         "static": p["static"],
-        "residual": p["residual_block"] > 0,
+        "residual_block": p["residual_block"],
         "batch_kv_heads": next_power_of_2(p["batch"] * p["num_kv_heads"]),
         "keys": next_power_of_2(_most_keys(p)),
         "seqlen_q": next_power_of_2(p["max_seqlen_q"]),

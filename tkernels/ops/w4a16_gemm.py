@@ -756,7 +756,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         "SLICES": [1, 2, 4, 8],
         "PDL": [False, True] if _has_pdl(dev) else [False],
         "num_warps": [1, 2, 4, 8],
-        "num_stages": [1, 2, 3, 4, 5, 6, 8],
+        "num_stages": [1, 2, 3, 4, 5, 6, 7, 8],
     }
 
 
