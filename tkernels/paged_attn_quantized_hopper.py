@@ -34,7 +34,7 @@ from tkernels import flash_attn_hopper as flash
 from tkernels.device import Device
 from tkernels.flash_attn_hopper import _capped
 from tkernels.kv_format import NO_SLOT
-from tkernels.registry import Config
+from tkernels.registry import Config, Problem
 
 if TYPE_CHECKING:
     from tkernels import _triton as ampere
@@ -199,7 +199,7 @@ def _fetch(
     stage, pos, pages, low, high, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_s, v_s, scales_s,
     HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
 ):
-    """Start to bring the codes of keys pos .. pos + N, in two halves, and their scales."""
+    """Start to bring the codes of keys pos .. pos + N, whole rows at once, and their scales."""
     lanes: gl.constexpr = D // 16
     tile: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [1, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([N // 32], [32], [1], [0])
@@ -662,7 +662,7 @@ def _paged_attn_quantized_hopper_kernel(
 # ---- host --------------------------------------------------------------------------------------
 
 
-def why_unfit(problem: Any, dev: Device) -> str | None:
+def why_unfit(problem: Problem, dev: Device) -> str | None:
     """Reason why this body cannot serve such a problem, whatever the config; None: it can."""
     p = problem
     if dev.arch != "sm90":

@@ -25,7 +25,7 @@ from tkernels.config import resolve
 from tkernels.device import Device, Kernel, bind, cdiv, tl, triton
 from tkernels.ops.paged_attn import _has_pdl
 from tkernels.ops.quantize_per_token import _codes, _scales
-from tkernels.registry import Config, KernelSpec, Problem
+from tkernels.registry import Case, Config, KernelSpec, Problem
 
 FIELDS = ("n_rows", "n_cols", "dtype", "keep")
 
@@ -217,6 +217,26 @@ def problem(
 ) -> dict[str, Any]:
     """Problem of ``n_rows`` results of ``n_cols``."""
     return {"n_rows": n_rows, "n_cols": n_cols, "dtype": dtype, "keep": keep}
+
+
+def cases(columns: int) -> tuple[Case, ...]:
+    """Odd problems for tests, and rows of ``columns`` for the bench."""
+    edge, bench = frozenset({"edge"}), frozenset({"bench"})
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    return (
+        Case("5x64-keep-bf16", problem(5, 64, bf16, keep=True)),
+        Case("5x64-bf16", problem(5, 64, bf16)),
+        Case("3x1000-keep-fp32", problem(3, 1000, fp32, keep=True)),
+        Case("2x1-fp16", problem(2, 1, fp16), edge),
+        Case("1x33-keep-bf16", problem(1, 33, bf16, keep=True), edge),
+        Case("2x4097-fp32", problem(2, 4097, fp32), edge),
+        Case("2x20000-keep-fp16", problem(2, 20000, fp16, keep=True), edge),
+        *(
+            Case(f"{t}x{columns}-{'keep-' * keep}bf16", problem(t, columns, keep=keep), bench)
+            for keep in (False, True)
+            for t in ((1, 16, 64, 4096), (16, 4096))[keep]
+        ),
+    )
 
 
 def row_problem(problem: Problem) -> dict[str, Any]:

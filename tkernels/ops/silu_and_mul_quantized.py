@@ -34,7 +34,7 @@ from tkernels.quantized_rows import (
     scales_of_collected,
     store_codes,
 )
-from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
+from tkernels.registry import Config, Cost, KernelSpec, Problem, op, register
 
 _OP = "silu_and_mul_quantized"
 
@@ -291,11 +291,6 @@ def _providers(inputs: dict[str, Any]) -> dict[str, Any]:
     return {"unfused": unfused}
 
 
-_EDGE = frozenset({"edge"})
-_BENCH = frozenset({"bench"})
-_P = quantized_rows.problem
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-
 SPEC = register(
     KernelSpec(
         name=_OP,
@@ -303,20 +298,7 @@ SPEC = register(
         reference=silu_and_mul_quantized_ref,
         problem_fields=quantized_rows.FIELDS,
         make_inputs=_make_inputs,
-        cases=(
-            Case("5x64-keep-bf16", _P(5, 64, _BF16, keep=True)),
-            Case("5x64-bf16", _P(5, 64, _BF16)),
-            Case("3x1000-keep-fp32", _P(3, 1000, _FP32, keep=True)),
-            Case("2x1-fp16", _P(2, 1, _FP16), _EDGE),
-            Case("1x33-keep-bf16", _P(1, 33, _BF16, keep=True), _EDGE),
-            Case("2x4097-fp32", _P(2, 4097, _FP32), _EDGE),
-            Case("2x20000-keep-fp16", _P(2, 20000, _FP16, keep=True), _EDGE),
-            *(
-                Case(f"{t}x12288-{'keep-' * keep}bf16", _P(t, 12288, _BF16, keep=keep), _BENCH)
-                for keep in (False, True)
-                for t in ((1, 16, 64, 4096), (16, 4096))[keep]
-            ),
-        ),
+        cases=quantized_rows.cases(12288),
         tuning_key=quantized_rows.tuning_key,
         space=quantized_rows.space,
         default_config=_default_config,
