@@ -277,4 +277,6 @@ def why_illegal(config: Config, problem: Problem, dev: Device, *, live: int) -> 
         return (
             f"a tile has at most {_NPU_ROWS} rows and {_NPU_TILE} numbers on an NPU, got {config}"
         )
+    if dev.registers and block_n == 1 and problem["n_cols"] > 1:
+        return "a loop over tiles of one column is not compiled by Triton 3.6"
     return rows.why_illegal_rows(config, row_problem(problem), dev, live=live)

@@ -113,8 +113,9 @@ def test_any_number_of_rows(rows: int, dev: torch.device) -> None:
 def test_what_is_beside_the_matrices_is_not_read(way: dict[str, Any], dev: torch.device) -> None:
     """Views of wider matrices, NaN in the columns and rows that are no part of them."""
     k = 256 + 64 + 8  # ends within a step
-    inputs = w4_inputs(w4_problem(M, 33, k, group=k, bias=True), dev)
-    expected = tkernels.w4a16_gemm(**inputs, config=config_of(**way))
+    problem = w4_problem(M, 33, k, group=k, bias=True)
+    inputs, config = w4_inputs(problem, dev), config_of(problem, **way)
+    expected = tkernels.w4a16_gemm(**inputs, config=config)
     assert_close(expected, tkernels.reference.w4a16_gemm(**inputs).float(), what="whole rows")
     wide = dict(inputs)
     for name, spoilt in (("x", math.nan), ("weight", 0x77777777), ("weight_scale", math.nan)):
@@ -124,7 +125,7 @@ def test_what_is_beside_the_matrices_is_not_read(way: dict[str, Any], dev: torch
         wide[name] = padded[: len(t), : t.shape[1]]
     wide["out"] = torch.full((M + 2, 33 + 5), 5.0, dtype=torch.bfloat16, device=dev)[:M, :33]
     kept = wide["out"]._base
-    tkernels.w4a16_gemm(**wide, config=config_of(**way))
+    tkernels.w4a16_gemm(**wide, config=config)
     assert torch.equal(wide["out"], expected)
     assert bool((kept[M:] == 5.0).all())
     assert bool((kept[:, 33:] == 5.0).all())

@@ -25,7 +25,8 @@ bits, int32 or fp32) in a workspace, and a second kernel adds these in order.
 
 ``SWAP`` computes the transposed tile, so that weights are the left operand, of which Hopper's
 instruction takes 64 rows and more, and x the right one, of which it takes 8. ``variant`` "tma"
-reads through tensor maps, "hopper" is another body for large tiles (``masked_gemm_hopper``).
+reads through tensor maps, "hopper" is another body for large tiles (``masked_gemm_hopper``), "few"
+one for few rows, all in int8 (``masked_gemm_few``).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from typing import Any
 
 import torch
 
-from tkernels import device, masked_gemm_hopper
+from tkernels import device, masked_gemm_few, masked_gemm_hopper, w4a16_gemm_hopper
 from tkernels.check import (
     check_dtype,
     check_last_contiguous,
@@ -537,6 +538,12 @@ def _plan(
     # fmt: on
     if cfg["variant"] == "portable":
         run = bound(cfg, max_programs)
+    elif cfg["variant"] == "few":
+        problem = dict(zip(SPEC.problem_fields, values, strict=True))
+        other = _portable_config(problem, device.current())
+        del other["programs_per_core"]
+        few = _bind_few((m, n, k), facts, strides, cfg, max_programs)
+        run = _by_address(few, bound(other, max_programs))
     else:
         described = _bind_hopper if cfg["variant"] == "hopper" else _bind
         fast = described((m, n, k), facts, strides, n_words, cfg, max_programs)
@@ -663,6 +670,54 @@ def _bind_hopper(
     def run(*tensors: Any) -> None:
         out, given = _stood_in(facts["LOW"], *tensors)
         launch(*given, out)
+
+    return run
+
+
+def _bind_few(
+    sizes: tuple[int, int, int],
+    facts: dict[str, bool],
+    strides: tuple[int, ...],
+    config: Config,
+    max_programs: int,
+) -> _Run:
+    """The same for ``masked_gemm_few``. ``max_programs`` tells how many a core shall hold."""
+    m, n, k = sizes
+    block_m, block_n, block_k, splits, warps = (
+        config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "num_warps")
+    )
+    n_m = cdiv(m, block_m)
+    multiply = bind(
+        masked_gemm_few._masked_gemm_few_kernel,
+        (n_m * cdiv(n, block_n) * splits,),
+        HAS_BIAS=facts["HAS_BIAS"],
+        EVEN_K=k % (block_k * warps * splits) == 0,
+        EVEN_N=n % block_n == 0,
+        PDL=config["PDL"],
+        R=block_m,
+        N=block_n,
+        K=block_k,
+        SPLIT_K=splits,
+        STAGES=config["num_stages"],
+        W=warps,
+        num_warps=warps,
+        **w4a16_gemm_hopper.register_options(warps, max_programs),
+        **device.rounding_each_step(),
+        **({"launch_pdl": True} if config["PDL"] else {}),
+    )
+    steps = cdiv(cdiv(k, block_k), warps * splits)
+    numbers = (strides[0] // 16, strides[1] // 16, strides[4], n, k, m, n_m, steps)
+    add, add_numbers = _bind_adding(sizes, facts, strides[4], 0, config, max_programs)
+
+    def run(*tensors: Any) -> None:
+        out, given = _stood_in(True, *tensors)
+        w, x_q, _, _, ws, xs, bias, *_ = given
+        part = out
+        if splits > 1:
+            part = torch.empty(splits * m * n, dtype=torch.int32, device=out.device)
+        multiply(w, x_q, ws, xs, bias, out, part, *numbers)
+        if add is not None:
+            add(*given[4:], out, part, *add_numbers)
 
     return run
 
@@ -809,7 +864,11 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     if not dev.registers:  # a matrix unit and vector units: no threads
         return {**space, "programs_per_core": [1]}
     if _has_tma(dev):
-        space["variant"] = ["portable", "tma", *(["hopper"] if dev.arch == "sm90" else [])]
+        space["variant"] = ["portable", "tma"]
+    if dev.arch == "sm90":
+        space["variant"] += ["hopper", "few"]
+        space["BLOCK_M"] = [8, *space["BLOCK_M"]]
+        space["programs_per_core"] = [0, 1, 2, 3, 4, 6]
     return {
         **space,
         "SWAP": [False, True],
@@ -820,6 +879,13 @@ def _space(dev: Device) -> dict[str, list[Any]]:
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
+    if problem["m"] > 8 or masked_gemm_few.why_unfit(problem, dev):
+        return _portable_config(problem, dev)
+    return masked_gemm_few.default_config(problem, dev)
+
+
+def _portable_config(problem: Problem, dev: Device) -> Config:
+    """Of the bodies of this file; and for large tiles Hopper's."""
     p = problem
     rows = max(16, next_power_of_2(p["m"]))
     config: Config = {
@@ -894,6 +960,9 @@ def _shared_bytes(config: Config, problem: Problem) -> int:
 
 
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
+    if config["variant"] == "few":
+        unfit = masked_gemm_few.why_unfit(problem, dev)
+        return unfit or masked_gemm_few.why_illegal(config, dev)
     for name, least in (("BLOCK_M", 16), ("BLOCK_N", 16), ("BLOCK_K", 32)):
         if config[name] < least or config[name] & (config[name] - 1):
             return f"{name} must be a power of two from {least} on, got {config[name]}"
@@ -902,7 +971,7 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     variant = config["variant"]
     if variant not in ("portable", "tma", "hopper"):
-        return f"variant must be portable, tma or hopper, got {variant!r}"
+        return f"variant must be portable, tma, hopper or few, got {variant!r}"
     if not dev.registers:
         if variant != "portable":
             return f"variant {variant} needs an NVIDIA device, got {dev.arch}"

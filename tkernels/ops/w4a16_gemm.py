@@ -12,7 +12,8 @@ for each of the eight columns in a word, with the x of those columns, so that no
 place. q - 8 (q - zero) is exact in 16 bits, sums are fp32, and a group's sum is scaled in fp32:
 what is rounded is what a product of x with exact weights would round. ``variant`` "direct", for few
 rows, reads x as it lies and takes every eighth column in registers; "turned" has it laid out as
-[8, M, K/8] beforehand. ``SLICES`` parts of a step are added by warps of their own.
+[8, M, K/8] beforehand. ``SLICES`` parts of a step are added by warps of their own. ``variant``
+"hopper", for few rows too, is ``w4a16_gemm_hopper``.
 
 Where few rows are, weights are what is read, once: in flight are stages x BLOCK_N x BLOCK_K / 2
 bytes a program. Few tiles do not fill a chip: then SPLIT_K programs share the K of a tile, each
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 
-from tkernels import device
+from tkernels import device, w4a16_gemm_hopper
 from tkernels.check import (
     check_dtype,
     check_last_contiguous,
@@ -560,19 +561,50 @@ def _plan(
     zero_stride = given["weight_zero"].stride(0) if has_zero else 0
     strides = (x.stride(0), weight.stride(0), weight_scale.stride(0), zero_stride, out.stride(0))
     facts = {"GROUP": 0 if group == k else group, "HAS_ZERO": has_zero, "HAS_BIAS": has_bias}
+    element = weight_scale.element_size()
+    if cfg["variant"] != "hopper":
+        return _bind_portable((m, n, k), facts, strides, element, cfg, max_programs)
+    problem = dict(zip(SPEC.problem_fields, values, strict=True))
+    other = _portable_config(problem, device.current())
+    del other["programs_per_core"]
+    portable = _bind_portable((m, n, k), facts, strides, element, other, max_programs)
+    if not w4a16_gemm_hopper.fits(strides):
+        return portable
+    hopper = _bind_hopper((m, n, k), facts, strides, cfg, max_programs)
+    addressable = not device.current().compile_only
+
+    def by_address(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> None:
+        # Codes are copied 16 bytes at a time.
+        odd = addressable and weight.data_ptr() % 16
+        (portable if odd else hopper)(x, weight, *others)
+
+    return by_address
+
+
+def _bind_portable(
+    sizes: tuple[int, int, int],
+    facts: dict[str, Any],
+    strides: tuple[int, ...],
+    element: int,
+    config: Config,
+    max_programs: int,
+) -> _Run:
+    """What runs the kernels above, given all tensors; ``element``: bytes of a scale."""
+    k = sizes[2]
+    group = facts["GROUP"] or k
 
     def bound(pairs: bool) -> _Run:
-        return _bind((m, n, k), facts, strides, pairs, cfg, max_programs)
+        return _bind(sizes, facts, strides, pairs, config, max_programs)
 
     # Scales of two groups at a time: 4 bytes, which can be copied ahead.
-    in_step = cfg["BLOCK_K"] // group
+    in_step = config["BLOCK_K"] // group
     if (
         device.current().is_npu
-        or weight_scale.element_size() != 2
+        or element != 2
         or in_step == 0
         or in_step % 2
         or (k // group) % 2
-        or weight_scale.stride(0) % 2
+        or strides[2] % 2
     ):
         return bound(False)
     in_pairs, one_by_one = bound(True), bound(False)
@@ -630,6 +662,55 @@ def _bind(
     ) -> None:  # fmt: skip
         if not direct:
             x = x.reshape(m, k // 8, 8).permute(2, 0, 1).contiguous()
+        part = out
+        if add is not None:
+            part = torch.empty(splits * m * n, dtype=torch.float32, device=out.device)
+        zero, bias = (scale if t is None else t for t in (zero, bias))  # not read
+        multiply(x, weight, scale, zero, bias, out, part, *numbers)
+        if add is not None:
+            add(bias, out, part, *add_numbers)
+
+    return run
+
+
+def _bind_hopper(
+    sizes: tuple[int, int, int],
+    facts: dict[str, Any],
+    strides: tuple[int, ...],
+    config: Config,
+    max_programs: int,
+) -> _Run:
+    """The same for ``w4a16_gemm_hopper``. ``max_programs`` tells how many a core shall hold."""
+    m, n, k = sizes
+    block_m, block_n, block_k, splits, warps = (
+        config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "num_warps")
+    )
+    n_m = cdiv(m, block_m)
+    multiply = bind(
+        w4a16_gemm_hopper._w4a16_gemm_hopper_kernel,
+        (n_m * cdiv(n, block_n) * splits,),
+        **facts,
+        EVEN_K=k % (block_k * warps * splits) == 0,
+        EVEN_N=n % block_n == 0,
+        PDL=config["PDL"],
+        R=block_m,
+        N=block_n,
+        K=block_k,
+        SPLIT_K=splits,
+        STAGES=config["num_stages"],
+        W=warps,
+        num_warps=warps,
+        **w4a16_gemm_hopper.register_options(warps, max_programs),
+        **({"launch_pdl": True} if config["PDL"] else {}),
+    )
+    steps = cdiv(cdiv(k, block_k), warps * splits)
+    numbers = (strides[0] // 8, strides[1] // 4, *strides[2:], n, k, m, n_m, steps)
+    add, add_numbers = _bind_adding(m, n, facts["HAS_BIAS"], strides[-1], config, max_programs)
+
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, zero: Any,
+        bias: Any,
+    ) -> None:  # fmt: skip
         part = out
         if add is not None:
             part = torch.empty(splits * m * n, dtype=torch.float32, device=out.device)
@@ -750,9 +831,11 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     }
     if not dev.registers:  # a matrix unit and vector units: no threads
         return {**space, "programs_per_core": [1]}
+    if dev.arch == "sm90":
+        space["programs_per_core"] = [0, 1, 2, 3, 4, 6]
     return {
         **space,
-        "variant": ["direct", "turned"],
+        "variant": ["direct", "turned", *(["hopper"] if dev.arch == "sm90" else [])],
         "SLICES": [1, 2, 4, 8],
         "PDL": [False, True] if _has_pdl(dev) else [False],
         "num_warps": [1, 2, 4, 8],
@@ -761,6 +844,13 @@ def _space(dev: Device) -> dict[str, list[Any]]:
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
+    """The Hopper body for few rows, where it can."""
+    if problem["m"] > 16 or w4a16_gemm_hopper.why_unfit(problem, dev):
+        return _portable_config(problem, dev)
+    return w4a16_gemm_hopper.default_config(problem, dev)
+
+
+def _portable_config(problem: Problem, dev: Device) -> Config:
     p = problem
     rows = max(8, next_power_of_2(p["m"]))
     config: Config = {
@@ -835,8 +925,11 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return f"SPLIT_K must be 1 to 64, got {config['SPLIT_K']}"
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     variant = config["variant"]
+    if variant == "hopper":
+        unfit = w4a16_gemm_hopper.why_unfit(problem, dev)
+        return unfit or w4a16_gemm_hopper.why_illegal(config, problem, dev)
     if variant not in ("direct", "turned"):
-        return f"variant must be direct or turned, got {variant!r}"
+        return f"variant must be direct, turned or hopper, got {variant!r}"
     if config["SLICES"] not in (1, 2, 4, 8):
         return f"SLICES must be 1, 2, 4 or 8, got {config['SLICES']}"
     if why := _why_no_slices(config, problem):
