@@ -26,6 +26,8 @@ class ModelFacts:
     mlps: tuple[tuple[int, int], ...]  # (rows a token, width) of what goes through silu_and_mul
     windows: tuple[int | None, ...]  # each kind of attention: its sliding window, None for all keys
     dtype: torch.dtype
+    # (all, chosen by a token, width of one) where fused_moe has them
+    experts: tuple[int, int, int] | None = None
 
 
 def read_facts(path: Path) -> ModelFacts:
@@ -89,6 +91,7 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         mlps=_mlps(config),
         windows=_windows(config),
         dtype=_DTYPES[dtype],
+        experts=_fused_experts(config),
     )
 
 
@@ -122,10 +125,16 @@ def _rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:
 
 
 def _mlps(config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    """Of a mixture of experts: the chosen experts of each token, and the one that all share."""
+    """Of a mixture of experts: the chosen experts of each token, and the one that all share.
+
+    Where ``fused_moe`` has the experts, the MLPs of the other layers, if there are any.
+    """
     act = config.get("hidden_act") or config.get("hidden_activation") or "silu"
     if act not in ("silu", "swish"):
         return ()
+    if _fused_experts(config):
+        mixed = _size(config, "decoder_sparse_step", 1) > 1 or config.get("mlp_only_layers")
+        return ((1, _size(config, "intermediate_size")),) if mixed else ()
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     if not any(config.get(name) for name in names):
         return ((1, _size(config, "intermediate_size")),)
@@ -134,6 +143,16 @@ def _mlps(config: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     if not config.get("shared_expert_intermediate_size"):
         return (experts,)
     return experts, (1, _size(config, "shared_expert_intermediate_size"))
+
+
+def _fused_experts(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """Experts of the one architecture whose mixture the runner computes with ``fused_moe``."""
+    if config.get("model_type") != "qwen3_moe":
+        return None
+    named = "num_local_experts" if config.get("num_experts") is None else "num_experts"
+    names = (named, "num_experts_per_tok", "moe_intermediate_size")
+    experts, chosen, width = (_size(config, name) for name in names)
+    return experts, chosen, width
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 from autotune.model_facts import ModelFacts
+from tkernels.moe import chunk_of
 
 # Prompt tokens that the runner (model.generate) computes at once.
 PREFILL_CHUNK = 2048
@@ -72,7 +73,31 @@ def _layer(facts: ModelFacts, step: Step) -> list[tuple[str, dict[str, Any]]]:
             ("silu_and_mul", {"tokens": n * step.tokens, "intermediate": i, "dtype": facts.dtype})
             for n, i in facts.mlps
         ),
+        *_experts(facts, step),
     ]
+
+
+def _experts(facts: ModelFacts, step: Step) -> list[tuple[str, dict[str, Any]]]:
+    """What ``fused_moe`` launches: the route of all tokens, the rest a chunk of them at a time."""
+    if facts.experts is None:
+        return []
+    experts, top_k, width = facts.experts
+    hidden, dtype = {"hidden": facts.hidden_size}, {"dtype": facts.dtype}
+    choice = {"experts": experts, "top_k": top_k}
+    most = chunk_of(top_k, facts.hidden_size, width, facts.dtype)
+    chunks = dict.fromkeys((min(most, step.tokens), step.tokens % most or most))
+    found: list[tuple[str, dict[str, Any]]] = [
+        ("moe_route", {"tokens": step.tokens, **choice, **dtype})
+    ]
+    for tokens in (n for n in chunks if n <= step.tokens):
+        products = {"tokens": tokens, **choice, **hidden, "intermediate": width, **dtype}
+        found += [
+            ("moe_dispatch", {"tokens": tokens, **choice}),
+            ("moe_gemm", products),
+            ("moe_gemm", {**products, "down": True}),
+            ("moe_combine", {"tokens": tokens, **hidden, "top_k": top_k, **dtype}),
+        ]
+    return found
 
 
 def _attention(step: Step, window: int | None, sizes: dict[str, Any]) -> tuple[str, dict[str, Any]]:

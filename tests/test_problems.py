@@ -16,13 +16,14 @@ import tkernels
 from autotune import problems
 from autotune.command import Target, _fitting
 from autotune.model_facts import facts_of, read_facts
-from autotune.model_launches import Step, launches, steps
+from autotune.model_launches import Step, _experts, launches, steps
 from autotune.records import label_of
 from model.config import ModelConfig, from_folder
 from model.kv_cache import SequenceState
-from model.qwen3 import Layer, Linear, Model
+from model.qwen3 import Experts, Layer, Linear, Model
 from model.runner import PREFILL_CHUNK, Runner, split_prefill
 from tkernels import config, device
+from tkernels.moe import chunk_of
 from tkernels.offline import replaced_run
 from tkernels.registry import Case, KernelSpec, Problem, all_kernels, get
 
@@ -76,6 +77,7 @@ SHAPES = {  # of each bench case; of all its kernels where several have one of t
     "64x4096-bf16": "tokens=64,hidden=4096",
     "4096x4096-bf16": "tokens=4096,hidden=4096",
     "16384x5120-bf16": "tokens=16384,hidden=5120",
+    "32768x768-bf16": "tokens=32768,hidden=768",
     "1x12288-bf16": "tokens=1,intermediate=12288",
     "16x12288-bf16": "tokens=16,intermediate=12288",
     "16x12288-keep-bf16": "tokens=16,intermediate=12288,keep=true",
@@ -109,6 +111,17 @@ SHAPES = {  # of each bench case; of all its kernels where several have one of t
     "none-16x12288x4096-bf16": "tokens=16,outputs=12288,inputs=4096,masked=true",
     "64x32x128-bf16": "tokens=64",
     "4096x32x128-bf16": "tokens=4096",
+    **{f"t{t}-e128-k8": f"tokens={t}" for t in (1, 64, 512, 4096)},
+    **{f"t{t}-k8-h2048-bf16": f"tokens={t}" for t in (1, 64, 512, 4096)},
+    **{
+        f"{which}-{t}{name}-bf16": (
+            f"tokens={t},experts=128,top_k=8,hidden=2048,intermediate=768{down}{int8}"
+        )
+        for which, down in (("gate_up", ""), ("down", ",down=true"))
+        for t in (1, 64, 512, 4096)
+        for name, int8 in (("", ""), ("-w8a8", ",w8a8=true"))
+    },
+    "t64-e256-k8-v3": "tokens=64,experts=256,v3=true",
     "1x8x12288-bf16": "tokens=8,hidden=12288",
     "4x64x12288-bf16": "tokens=64,hidden=12288,watches=4",
 }
@@ -255,7 +268,11 @@ TINY = {
     "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20},
     "llama": {"num_attention_heads": 3, "num_key_value_heads": 3},
     "qwen2": {"num_attention_heads": 6, "num_key_value_heads": 1, "torch_dtype": "float16"},
-}
+    "qwen3_moe": {
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20, "num_experts": 5,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    },
+}  # fmt: skip
 
 
 def tiny_config(family: str) -> dict[str, Any]:
@@ -271,6 +288,14 @@ def network(config: ModelConfig) -> Model:
         return torch.zeros(shape, dtype=getattr(torch, config.dtype), device=device.tensor_device())
 
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    mlp: dict[str, Any] = {
+        "gate_up_proj": Linear(zeros(2 * inner, hidden)),
+        "down_proj": Linear(zeros(hidden, inner)),
+    }
+    if config.mixture is not None:
+        n, k, wide = 5, 2, config.mixture.intermediate_size
+        shapes = zeros(n, hidden), zeros(n, 2 * wide, hidden), zeros(n, hidden, wide)
+        mlp = {"experts": Experts(*shapes, top_k=k, renormalize=True)}
     layer = Layer(
         input_layernorm=zeros(hidden),
         qkv_proj=Linear(zeros(config.q_size + 2 * config.kv_size, hidden)),
@@ -278,8 +303,7 @@ def network(config: ModelConfig) -> Model:
         k_norm=zeros(dim) if config.qk_norm else None,
         o_proj=Linear(zeros(hidden, config.q_size)),
         post_attention_layernorm=zeros(hidden),
-        gate_up_proj=Linear(zeros(2 * inner, hidden)),
-        down_proj=Linear(zeros(hidden, inner)),
+        **mlp,
     )
     table = zeros(config.vocab_size, hidden)
     return Model(config, table, [layer], zeros(hidden), Linear(table))
@@ -309,6 +333,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
         ("llama", 3, 20, 32),  # the end of a prompt with the next one
         ("qwen2", 7, 100, 256),
         ("qwen2", 1, 2049, 2048),  # a step of one token
+        ("qwen3_moe", 3, 16, 32),
     ],
 )
 def test_what_a_model_launches_is_what_is_tuned(
@@ -450,6 +475,37 @@ def test_mlps_are_those_that_the_kernel_serves() -> None:
     shared = {**experts, "shared_expert_intermediate_size": 512}
     assert facts_of({**CONFIG, **shared}).mlps == ((8, 768), (1, 512))
     assert facts_of({**CONFIG, "hidden_activation": "gelu_pytorch_tanh"}).mlps == ()
+
+
+def test_experts_are_those_that_fused_moe_has() -> None:
+    experts = {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
+    for named in ("num_experts", "num_local_experts"):
+        facts = facts_of({**CONFIG, **experts, named: 128})
+        assert (facts.experts, facts.mlps) == ((128, 8, 768), ())
+        for mixed in ({"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}):
+            assert facts_of({**CONFIG, **experts, named: 128, **mixed}).mlps == ((1, 12288),)
+    found = [one for one in launches(facts, batch=4, context=64) if one[0].startswith("moe")]
+    sizes = {"experts": 128, "top_k": 8}
+    dtype = {"dtype": torch.bfloat16}
+    layer = {"hidden": 4096, "intermediate": 768, **dtype}
+    assert found == [
+        launch
+        for tokens in (4, 256)
+        for launch in (
+            ("moe_route", {"tokens": tokens, **sizes, **dtype}),
+            ("moe_dispatch", {"tokens": tokens, **sizes}),
+            ("moe_gemm", {"tokens": tokens, **sizes, **layer}),
+            ("moe_gemm", {"tokens": tokens, **sizes, **layer, "down": True}),
+            ("moe_combine", {"tokens": tokens, "hidden": 4096, "top_k": 8, **dtype}),
+        )
+    ]
+    most = chunk_of(8, 4096, 768, torch.bfloat16)
+    for tokens, chunks in ((most, [most]), (most + 5, [most, 5]), (2 * most, [most])):
+        step = _experts(facts, Step(1, tokens, tokens, tokens, True))
+        assert [size["tokens"] for name, size in step if name == "moe_dispatch"] == chunks
+    assert facts_of(CONFIG).experts is None
+    with pytest.raises(ValueError, match="num_experts_per_tok must be an integer >= 1, got None"):
+        facts_of({**CONFIG, **experts, "num_experts": 128, "num_experts_per_tok": None})
 
 
 @pytest.mark.parametrize(

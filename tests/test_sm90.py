@@ -30,8 +30,11 @@ print(json.dumps(found))
 """
 
 
-# Sizes that Hopper's body puts away between tiles, outside the loop over keys.
-SPILLS = {"paged_attn/chunk-2048-ctx8192-32/8x128-bf16": 160}
+# What Hopper's bodies put away between tiles, outside the loop over keys or columns.
+SPILLS = {
+    "paged_attn/chunk-2048-ctx8192-32/8x128-bf16": 160,
+    "moe_gemm/down-4096-w8a8-bf16": 64,
+}
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from tkernels import device, reference  # isort: skip  (device decides how trito
 from tkernels.config import force_config
 from tkernels.device import UnsupportedError
 from tkernels.kv_format import QuantizedKV, allocate_quantized
+from tkernels.moe import fused_moe
 from tkernels.ops.append_paged_kv import append_paged_kv
 from tkernels.ops.flash_attn import flash_attn
 from tkernels.ops.fp4_dequant import fp4_dequant
@@ -18,6 +19,10 @@ from tkernels.ops.fused_add_rms_norm_quantized import fused_add_rms_norm_quantiz
 from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope
 from tkernels.ops.masked_gemm import masked_gemm
 from tkernels.ops.merge_attn_states import merge_attn_states
+from tkernels.ops.moe_combine import moe_combine
+from tkernels.ops.moe_dispatch import moe_dispatch
+from tkernels.ops.moe_gemm import moe_gemm
+from tkernels.ops.moe_route import moe_route
 from tkernels.ops.paged_attn import paged_attn
 from tkernels.ops.quantize_per_token import quantize_per_token
 from tkernels.ops.release_residual_slots import release_residual_slots
@@ -51,9 +56,14 @@ __all__ = [
     "fp4_dequant",
     "fused_add_rms_norm",
     "fused_add_rms_norm_quantized",
+    "fused_moe",
     "fused_qk_norm_rope",
     "masked_gemm",
     "merge_attn_states",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_gemm",
+    "moe_route",
     "paged_attn",
     "paged_attn_quantized",
     "quantize_per_token",

@@ -354,10 +354,36 @@ def timing_event() -> Any:
     return _backend().Event(enable_timing=True)
 
 
+def event() -> Any:
+    """A device event (``record()``, ``synchronize()``), without time."""
+    return _backend().Event()
+
+
+def pinned(num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes] of the host that the device copies from and to while the host goes on."""
+    _backend()
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
 def new_graph() -> Any:
     """An empty CUDAGraph or NPUGraph; ``capture`` fills it, ``.replay()`` runs it."""
     backend = _backend()
     return backend.CUDAGraph() if KIND == "cuda" else backend.NPUGraph()
+
+
+def graph_pool() -> Any:
+    """Memory that several graphs take turns with: ``pool`` of ``capture``."""
+    return _backend().graph_pool_handle()
+
+
+def most_graphs() -> int | None:
+    """How many graphs may be kept at a time; None: as many as there is memory for.
+
+    Each graph of an NPU keeps streams, of which a chip has 2048 (vLLM-Ascend plans with 1800, and
+    its users met "no stream resource" where many sizes were captured). How many one of ours keeps
+    has not been measured, so the number is small.
+    """
+    return 32 if KIND == "npu" else None
 
 
 @contextlib.contextmanager
@@ -416,6 +442,12 @@ def memory_bytes() -> int:
     if tensor_device().type == "cpu":
         return 0
     return int(_backend().get_device_properties(_backend().current_device()).total_memory)
+
+
+def memory_free() -> int:
+    """Bytes that could be allocated: nobody's, and those the allocator keeps. Waits for work."""
+    _backend().empty_cache()
+    return int(_backend().mem_get_info()[0])
 
 
 def health() -> dict[str, Any]:

@@ -144,7 +144,7 @@ def options_of(variant: Variant) -> tuple[tuple[str, object], ...]:
 
 @functools.cache
 def check(
-    linalg: str, options: tuple[tuple[str, object], ...] = (), timeout: float = 60
+    linalg: str, options: tuple[tuple[str, object], ...] = (), timeout: float = 120
 ) -> Verdict:
     """Compile ``linalg`` for the 910B3 up to the hand-over to the assembler."""
     with tempfile.TemporaryDirectory() as folder:

@@ -4,6 +4,7 @@
 Arguments are not checked here: what is refused there may give an error of PyTorch, or a result.
 """
 
+from tkernels.moe import fused_moe_ref as fused_moe
 from tkernels.ops.append_paged_kv import append_paged_kv_ref as append_paged_kv
 from tkernels.ops.flash_attn import flash_attn_ref as flash_attn
 from tkernels.ops.fp4_dequant import fp4_dequant_ref as fp4_dequant
@@ -14,6 +15,10 @@ from tkernels.ops.fused_add_rms_norm_quantized import (
 from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope_ref as fused_qk_norm_rope
 from tkernels.ops.masked_gemm import masked_gemm_ref as masked_gemm
 from tkernels.ops.merge_attn_states import merge_attn_states_ref as merge_attn_states
+from tkernels.ops.moe_combine import moe_combine_ref as moe_combine
+from tkernels.ops.moe_dispatch import moe_dispatch_ref as moe_dispatch
+from tkernels.ops.moe_gemm import moe_gemm_ref as moe_gemm
+from tkernels.ops.moe_route import moe_route_ref as moe_route
 from tkernels.ops.paged_attn import paged_attn_ref as paged_attn
 from tkernels.ops.quantize_per_token import quantize_per_token_ref as quantize_per_token
 from tkernels.ops.release_residual_slots import (
@@ -37,9 +42,14 @@ __all__ = [
     "fp4_dequant",
     "fused_add_rms_norm",
     "fused_add_rms_norm_quantized",
+    "fused_moe",
     "fused_qk_norm_rope",
     "masked_gemm",
     "merge_attn_states",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_gemm",
+    "moe_route",
     "paged_attn",
     "paged_attn_quantized",
     "quantize_per_token",

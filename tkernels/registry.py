@@ -78,6 +78,9 @@ class KernelSpec:
     # What is compared, of the arguments after a call, in place of the mutated ones: for states that
     # say the same in more than one way.
     compared: Callable[[Mapping[str, Any]], tuple[torch.Tensor, ...]] | None = None
+    contiguous: tuple[str, ...] = ()  # arguments whose rows may not be padded
+    # Empty results of a call, where the reference reads values, of which a traced tensor has none.
+    empty_results: Callable[..., Any] | None = None
     public_module: str = ""  # where the function that users call is, if that is not ``launch``
     providers: Callable[[dict[str, Any]], dict[str, Callable[[], Any]]] | None = (
         None  # peers, for bench
@@ -140,6 +143,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     int: "SymInt",  # a size of a dynamic shape is one; operators get numbers
     int | None: "SymInt?",
     bool: "bool",
+    str: "str",
     torch.dtype: "ScalarType",
     torch.Tensor | float: "Tensor",
 }
@@ -181,7 +185,8 @@ def _schema(spec: KernelSpec) -> str:
             parts.append("*")
         if p.name in spec.mutates:
             kind = kind.replace("Tensor", f"Tensor(a{len(parts)}!)")
-        parts.append(f"{kind} {p.name}" + ("" if p.default is p.empty else f"={p.default}"))
+        default = f'"{p.default}"' if isinstance(p.default, str) else p.default
+        parts.append(f"{kind} {p.name}" + ("" if p.default is p.empty else f"={default}"))
     results = hints["return"]
     if results is type(None):
         returned = "()"
@@ -220,6 +225,8 @@ def _fake(spec: KernelSpec, given: dict[str, Any]) -> Any:
     """
     if spec.mutates:
         return None
+    if spec.empty_results is not None:
+        return spec.empty_results(**given)
     results = spec.reference(**given)
     # A launcher's results are contiguous; the reference's may keep the order of its argument.
     if isinstance(results, torch.Tensor):

@@ -149,9 +149,10 @@ _CONTIGUOUS |= {"calibration", "reference", "histogram", "moments", "counters"}
 _CONTIGUOUS |= {f"{which}_{field}" for which in "kv" for field in kv_format.FIELDS}
 
 
-def may_be_padded(name: str, value: Any) -> bool:
+def may_be_padded(spec: KernelSpec, name: str, value: Any) -> bool:
     """Whether the argument ``name`` may be a ``guarded`` tensor."""
-    return isinstance(value, torch.Tensor) and value.dim() >= 2 and name not in _CONTIGUOUS
+    contiguous = name in _CONTIGUOUS or name in spec.contiguous
+    return isinstance(value, torch.Tensor) and value.dim() >= 2 and not contiguous
 
 
 @contextlib.contextmanager

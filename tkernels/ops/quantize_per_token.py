@@ -273,6 +273,9 @@ def _space(dev: Device) -> dict[str, list[Any]]:
 def _default_config(problem: Problem, dev: Device) -> Config:
     config = rows.default_row_config(_row_problem(problem), dev, live=_LIVE)
     if dev.registers:
+        # Many narrow rows: a warp has two, and nothing to exchange with others.
+        if config["BLOCK_N"] <= 1024 and problem["n_rows"] >= 16 * dev.num_cores:
+            config |= {"BLOCK_ROWS": 2, "num_warps": 1}
         return {**config, "PDL": _has_pdl(dev)}
     return {**config, "BLOCK_ROWS": min(config["BLOCK_ROWS"], 4, max(1, 4096 // config["BLOCK_N"]))}
 
@@ -312,7 +315,7 @@ SPEC = register(
             Case("2x20000-fp16", _P(2, 20000, _FP16), _EDGE),
             *(
                 Case(f"{t}x{h}-bf16", _P(t, h, _BF16), _BENCH)
-                for t, h in ((1, 4096), (64, 4096), (4096, 4096), (16384, 5120))
+                for t, h in ((1, 4096), (64, 4096), (4096, 4096), (16384, 5120), (32768, 768))
             ),
         ),
         tuning_key=_tuning_key,
