@@ -228,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--skewness", type=float, default=SKEWNESS, help=f"limit (default {SKEWNESS:g})")
     add("--fit", type=float, metavar="M", help="limits: at least M times the calibration's most")
     add("--kernels", choices=("triton", "torch"), help="default: torch on a CPU, else triton")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32")
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     try:
@@ -291,7 +291,7 @@ def _calibrate(args: argparse.Namespace) -> dict[str, Any]:
 
     import tkernels
     from model.checkpoint import default_path, open_checkpoint
-    from model.fallback import Calibration
+    from model.fallback import Calibration, refuse_experts
     from model.perplexity import read_text
     from model.runner import choose_dtype, operations
     from model.tokenizer import encode
@@ -301,6 +301,7 @@ def _calibrate(args: argparse.Namespace) -> dict[str, Any]:
     kernels, ops = operations(args.kernels)
     checkpoint = open_checkpoint(args.model or default_path())
     config = checkpoint.config
+    refuse_experts(config)
     layers = _layers(args.layers, config.num_layers)
     whole = encode(checkpoint.tokenizer, text)
     ids, held_out = whole[: args.tokens], whole[args.tokens : args.tokens + args.held_out]

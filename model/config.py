@@ -1,7 +1,8 @@
 """``ModelConfig``: what the network needs to know, from a ``config.json`` or from GGUF metadata.
 
-Qwen3 dense and the Llama family (Llama, Mistral without a sliding window, Qwen2) are one network
-with three switches: q/k norm, bias on the projections, tied embeddings. Whatever would make the
+Qwen3 and the Llama family (Llama, Mistral without a sliding window, Qwen2) are one network with
+three switches: q/k norm, bias on the projections, tied embeddings. Qwen3-MoE is that network with
+experts instead of the MLP in some or all layers. Whatever would make the
 network compute something else (another activation, a sliding window, a quantisation that is not
 known) is refused by name.
 """
@@ -18,7 +19,23 @@ from model import compressed
 from model.compressed import Quantization
 from tkernels import build_cos_sin_cache
 
-FAMILIES = ("qwen3", "llama", "mistral", "qwen2")
+FAMILIES = ("qwen3", "qwen3_moe", "llama", "mistral", "qwen2")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a network: a token goes through some of them instead of one MLP."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int  # of one expert
+    norm_topk_prob: bool  # the weights of a token's experts add up to 1
+    layers: tuple[int, ...]  # that have experts; the others have an MLP
+
+    @property
+    def total(self) -> int:
+        """Experts of all layers."""
+        return len(self.layers) * self.num_experts
 
 
 @dataclass(frozen=True)
@@ -44,6 +61,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # as stored
     quantization: Quantization | None = None  # of linear layers in a Hugging Face folder
+    mixture: Mixture | None = None  # None: each layer has an MLP
 
     @property
     def q_size(self) -> int:
@@ -52,6 +70,10 @@ class ModelConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.mixture is not None and layer in self.mixture.layers
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -130,16 +152,50 @@ def from_hf(config: Mapping[str, Any], more_eos_ids: tuple[int, ...] = ()) -> Mo
             rms_norm_eps=_eps(config.get("rms_norm_eps", 1e-6)),
             max_position_embeddings=_size(config, "max_position_embeddings"),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             qkv_bias=attention_bias or family == "qwen2",  # Qwen2 has it without saying so
-            o_bias=attention_bias and family in ("llama", "qwen3"),
+            o_bias=attention_bias and family in ("llama", "qwen3", "qwen3_moe"),
             mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
             rope={**config, "head_dim": head_dim},
             eos_token_ids=tuple(dict.fromkeys((*more_eos_ids, *eos_ids(config)))),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
             quantization=None if stored is None else compressed.parse(stored),
+            mixture=_mixture(config) if family == "qwen3_moe" else None,
         )
     )
+
+
+def _mixture(config: Mapping[str, Any]) -> Mixture | None:
+    """The experts of Qwen3-MoE; None where each layer is left to an MLP.
+
+    What may be absent has the default of the config class of ``transformers``.
+    """
+    # Published files say num_experts; transformers 5 writes num_local_experts.
+    named = "num_local_experts" if config.get("num_experts") is None else "num_experts"
+    if config.get(named) is None:
+        raise ValueError("config.json: num_experts must be an integer >= 1, got None")
+    experts, chosen = _size(config, named), _size(config, "num_experts_per_tok")
+    if chosen > experts:
+        raise ValueError(
+            f"config.json: num_experts_per_tok must be at most {named}={experts}, got {chosen}"
+        )
+    renormalize = config.get("norm_topk_prob", False)
+    if not isinstance(renormalize, bool):
+        raise ValueError(f"config.json: norm_topk_prob must be true or false, got {renormalize!r}")
+    layers = _size(config, "num_hidden_layers")
+    step = _size({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
+    given = config.get("mlp_only_layers")
+    dense = [] if given is None else given
+    if not isinstance(dense, list) or not all(
+        type(layer) is int and 0 <= layer < layers for layer in dense
+    ):
+        raise ValueError(
+            f"config.json: mlp_only_layers must be a list of layers from 0 to {layers - 1}, got "
+            f"{given!r}"
+        )
+    width = _size(config, "moe_intermediate_size")
+    sparse = tuple(i for i in range(layers) if (i + 1) % step == 0 and i not in dense)
+    return Mixture(experts, chosen, width, renormalize, sparse) if sparse else None
 
 
 def _refuse_variants(config: Mapping[str, Any]) -> None:
@@ -206,8 +262,19 @@ _GGUF_FIELDS = {
     "attention.sliding_window": "sliding_window",
     "context_length": "max_position_embeddings",
     "rope.freq_base": "rope_theta",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
-_GGUF_FAMILIES = ("qwen3", "llama", "qwen2")  # a GGUF of Mistral calls itself llama
+# What other mixtures have in the same fields: what Qwen3-MoE has, first the default.
+_GGUF_EXPERTS = {
+    "expert_gating_func": (1,),  # softmax
+    "expert_weights_scale": (1.0, 0.0),
+    "expert_shared_count": (0,),
+    "expert_group_count": (0, 1),
+}
+# Architecture -> model_type. A GGUF of Mistral calls itself llama.
+_GGUF_FAMILIES = {"qwen3": "qwen3", "qwen3moe": "qwen3_moe", "llama": "llama", "qwen2": "qwen2"}
 
 
 def from_gguf(metadata: Mapping[str, Any], tensor_names: frozenset[str]) -> ModelConfig:
@@ -217,7 +284,7 @@ def from_gguf(metadata: Mapping[str, Any], tensor_names: frozenset[str]) -> Mode
         raise ValueError(
             f"GGUF: general.architecture must be one of {', '.join(_GGUF_FAMILIES)}, got {family!r}"
         )
-    if metadata.get(f"{family}.expert_count"):
+    if family != "qwen3moe" and metadata.get(f"{family}.expert_count"):
         raise ValueError(
             "GGUF: expected a dense network, got a mixture of experts with "
             f"{family}.expert_count={metadata[f'{family}.expert_count']}"
@@ -227,7 +294,13 @@ def from_gguf(metadata: Mapping[str, Any], tensor_names: frozenset[str]) -> Mode
             "GGUF: expected RoPE scaling given in the metadata, got a tensor of frequency factors "
             "(rope_freqs.weight, Llama 3.1 scaling); use the checkpoint's Hugging Face folder"
         )
-    hf: dict[str, Any] = {"model_type": family, "rope_theta": 10000.0}
+    hf: dict[str, Any] = {"model_type": _GGUF_FAMILIES[family], "rope_theta": 10000.0}
+    if family == "qwen3moe":
+        for name, usual in _GGUF_EXPERTS.items():
+            if (value := metadata.get(f"{family}.{name}", usual[0])) not in usual:
+                raise ValueError(f"GGUF: {family}.{name} must be {usual[0]}, got {value!r}")
+        # Converters write no field for it; llama.cpp always does it.
+        hf["norm_topk_prob"] = metadata.get(f"{family}.expert_weights_norm", True)
     for key, name in _GGUF_FIELDS.items():
         value = metadata.get(f"{family}.{key}")
         if isinstance(value, list):  # one entry a layer
@@ -257,8 +330,24 @@ def from_gguf(metadata: Mapping[str, Any], tensor_names: frozenset[str]) -> Mode
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """The fields of a config.json, of a network that was read from a GGUF file."""
     c = config
-    named = {"qwen3": "Qwen3", "llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}
+    named = {
+        "qwen3": "Qwen3",
+        "qwen3_moe": "Qwen3Moe",
+        "llama": "Llama",
+        "qwen2": "Qwen2",
+        "mistral": "Mistral",
+    }
     rope = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+    experts: dict[str, Any] = {}
+    if c.mixture is not None:
+        experts = {
+            "num_experts": c.mixture.num_experts,
+            "num_experts_per_tok": c.mixture.num_experts_per_tok,
+            "moe_intermediate_size": c.mixture.intermediate_size,
+            "norm_topk_prob": c.mixture.norm_topk_prob,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [i for i in range(c.num_layers) if not c.is_sparse(i)],
+        }
     return {
         "architectures": [f"{named[c.model_type]}ForCausalLM"],
         "model_type": c.model_type,
@@ -278,6 +367,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": list(c.eos_token_ids) or None,
         "dtype": c.dtype,
+        **experts,
         **{name: c.rope[name] for name in rope if c.rope.get(name) is not None},
     }
 

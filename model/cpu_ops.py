@@ -10,6 +10,7 @@ and positions are in range.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "append_paged_kv",
     "append_quantized_kv",
     "fused_add_rms_norm",
+    "fused_moe",
     "fused_qk_norm_rope",
     "masked_gemm",
     "quantize_per_token",
@@ -83,6 +85,61 @@ def append_paged_kv(
     """As ``tkernels.append_paged_kv``; no slot is -1, and the cache is one row of slots."""
     for new, cache in ((k, k_cache), (v, v_cache)):
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new)
+
+
+_ROWS_AT_ONCE = 1024  # a row is a token of one of its experts
+
+
+def fused_moe(
+    x: Tensor,
+    router_logits: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    top_k: int,
+    renormalize: bool = True,
+    topk_ids_out: Tensor | None = None,
+) -> Tensor:
+    """As ``tkernels.fused_moe``; products in the weights' own dtype, of chosen experts alone.
+
+    Rows are sorted by their experts and gathered, multiplied and added to their tokens' sums
+    ``_ROWS_AT_ONCE`` at a time: of all rows at once only a few numbers each are kept.
+    """
+    probabilities, ids = router_logits.float().softmax(-1).sort(descending=True, stable=True)
+    weights, ids = probabilities[:, :top_k], ids[:, :top_k]
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if topk_ids_out is not None:
+        topk_ids_out.copy_(ids)
+    chosen, order = ids.flatten().sort(stable=True)
+    tokens, weights = order // top_k, weights.flatten()[order, None]
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for first in range(0, len(tokens), _ROWS_AT_ONCE):
+        piece = slice(first, first + _ROWS_AT_ONCE)
+        spans = _spans(chosen[piece].tolist())
+        rows = x[tokens[piece]]
+        both = x.new_empty(len(rows), gate_up_weight.shape[1])
+        for expert, begin, end in spans:
+            torch.mm(rows[begin:end], gate_up_weight[expert].t(), out=both[begin:end])
+        h = silu_and_mul(both)
+        for expert, begin, end in spans:
+            torch.mm(h[begin:end], down_weight[expert].t(), out=rows[begin:end])
+        out.index_add_(0, tokens[piece], rows * weights[piece])
+    return out.to(x.dtype)
+
+
+def _spans(values: list[int]) -> list[tuple[int, int, int]]:
+    """(value, begin, end) of each run of equal values.
+
+    >>> _spans([4, 4, 7])
+    [(4, 0, 2), (7, 2, 3)]
+    """
+    found, begin = [], 0
+    for value, run in itertools.groupby(values):
+        end = begin + sum(1 for _ in run)
+        found.append((value, begin, end))
+        begin = end
+    return found
 
 
 _MOST = torch.tensor(127.0)  # PyTorch divides a number by a tensor in two roundings

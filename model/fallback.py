@@ -55,6 +55,15 @@ class Calibration:
         save_file(tensors, path, metadata=facts)
 
 
+def refuse_experts(config: ModelConfig) -> None:
+    """Raises for networks in which not every layer has a ``down_proj`` to watch."""
+    if config.mixture is not None:
+        raise ValueError(
+            "expected a network whose layers all have a down_proj that can be watched, got one "
+            f"with experts in {len(config.mixture.layers)} of {config.num_layers} layers"
+        )
+
+
 def load(path: Path, config: ModelConfig) -> Calibration:
     """What ``python -m model.calibrate_watch`` wrote for this model.
 
@@ -63,6 +72,10 @@ def load(path: Path, config: ModelConfig) -> Calibration:
     """
     from safetensors import SafetensorError, safe_open
 
+    try:
+        refuse_experts(config)
+    except ValueError as error:
+        raise ValueError(f"--fallback: {error}") from None
     try:
         with safe_open(path, framework="pt") as file:
             meta = file.metadata() or {}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import model
+from model.pictures import check_picture
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
@@ -27,9 +28,11 @@ examples:
   python -m model.generate --prompt "Explain what a CPU cache does."
   python -m model.generate --model path/to/Qwen3-8B --no-think --prompt "Name three rivers."
   python -m model.generate --model model.gguf --prompts questions.txt --max-tokens 64 --json
+  python -m model.generate --prompts questions.jsonl --out answers.jsonl --batch-size 64
   echo "def quicksort(xs):" | python -m model.generate --model path/to/base-model --no-chat
   python -m model.generate --prompt "A poem." --temperature 0.8 --top-p 0.95 --seed 1
   python -m model.generate --prompt "A poem." --kv-cache int8_fp4
+  python -m model.generate --model path/to/Qwen3-30B-A3B --prompt "A poem." --moe-stats load.png
 
 Sampling follows the checkpoint's generation_config.json where it has one, and is greedy otherwise.
 The device is the accelerator if there is one; TKERNELS_DEVICE=cpu overrides that.
@@ -55,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m model.generate",
-        description="Generate text with a Qwen3 or Llama checkpoint.",
+        description="Generate text with a Qwen3, Qwen3-MoE or Llama checkpoint.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -68,6 +71,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help='one prompt a line (blank lines are skipped), or .jsonl with a field "prompt"',
     )
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="with --prompts: append each answer as it ends, under the prompt's field id or the "
+        "number of its line; what has an answer in FILE is skipped: an interrupted run goes on",
+    )
+    add("--samples", type=int, default=1, help="with --out: answers to each prompt (default 1)")
+    add("--kv-blocks", type=int, help="with --out: size of the KV cache in blocks of 16 tokens")
     add("--batch-size", type=int, default=8, help="prompts computed together (default 8)")
     add(
         "--prefill-chunk",
@@ -84,6 +96,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="watch requests of a w8a8 checkpoint, and take those that go bad out of int8; FILE is "
         "what python -m model.calibrate_watch wrote",
     )
+    add(
+        "--moe-stats",
+        nargs="?",
+        const=True,
+        type=Path,
+        metavar="FILE",
+        help="tell how evenly tokens went to the experts, layer by layer; FILE is a picture of it",
+    )
     add("--system", help="system message of the chat")
     switch = argparse.BooleanOptionalAction
     add("--chat", action=switch, help="use the chat template (default: if there is one)")
@@ -98,6 +118,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT (repeatable)")
     add("--ignore-eos", action="store_true", help="go on to --max-tokens")
     add("--kernels", choices=("triton", "torch"), help="default: torch on a CPU, else triton")
+    add(
+        "--graphs",
+        action=switch,
+        help="capture the step that computes a token and replay it (default: on an accelerator)",
+    )
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU")
     add("--json", action="store_true", help="print replies and statistics as one JSON object")
     args = parser.parse_args(argv)
@@ -105,8 +130,17 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         raise ValueError("expected one of --prompt and --prompts, got both")
     if args.system is not None and args.chat is False:
         raise ValueError("expected --system only with a chat, got --no-chat")
-    for name in ("max_tokens", "batch_size", "prefill_chunk"):
-        if getattr(args, name) < 1:
+    if args.out is None and (args.samples != 1 or args.kv_blocks is not None):
+        raise ValueError("expected --samples and --kv-blocks only with --out, got no --out")
+    if args.out is not None:
+        if args.prompts is None:
+            raise ValueError("expected --prompts FILE with --out, got none")
+        for name in ("json", "fallback", "moe_stats"):
+            if vars(args)[name]:
+                option = name.replace("_", "-")
+                raise ValueError(f"expected --out without --{option}, got both")
+    for name in ("max_tokens", "batch_size", "prefill_chunk", "samples", "kv_blocks"):
+        if vars(args)[name] is not None and vars(args)[name] < 1:
             raise ValueError(
                 f"--{name.replace('_', '-')} must be at least 1, got {vars(args)[name]}"
             )
@@ -114,6 +148,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         raise ValueError(f"--seed must be from 0 to 2^63 - 1, got {args.seed}")
     if "" in args.stop:
         raise ValueError("--stop must be a text, got an empty one")
+    if isinstance(args.moe_stats, Path):
+        check_picture("--moe-stats", args.moe_stats)
     return args
 
 
@@ -135,28 +171,35 @@ def add_kv_options(parser: argparse.ArgumentParser) -> None:
     add("--kv-tau", type=float, metavar="E", help="relative error that makes a token an outlier")
 
 
-def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts as text: at least one, none of them empty."""
+def read_prompts(args: argparse.Namespace) -> list[tuple[int | str, str]]:
+    """(id, prompt as text) of all prompts: at least one, none of them empty."""
     if args.prompts is not None:
-        return _prompts_file(args.prompts)
+        found = prompts_file(args.prompts)
+        names = [name for name, _ in found]
+        if args.out is not None and len(set(names)) < len(names):
+            twice = next(name for i, name in enumerate(names) if name in names[:i])
+            raise ValueError(f"{args.prompts}: expected different ids, got {twice!r} twice")
+        return found
     if args.prompt is None and sys.stdin.isatty():
         print("prompt (end with Ctrl-D):", file=sys.stderr)
     prompt = args.prompt if args.prompt is not None else sys.stdin.read()
     if not prompt.strip():
         raise ValueError("expected a prompt, got an empty one")
-    return [prompt]
+    return [(1, prompt)]
 
 
-def _prompts_file(path: Path) -> list[str]:
+def prompts_file(path: Path) -> list[tuple[int | str, str]]:
+    """(id, prompt) of each line: the id of a row of .jsonl that has one, or the line's number."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts {path}: expected a text file, got {error}") from None
-    prompts = []
+    prompts: list[tuple[int | str, str]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         prompt: Any = line
+        name: Any = number
         if path.suffix == ".jsonl":
             try:
                 row = json.loads(line)
@@ -165,7 +208,10 @@ def _prompts_file(path: Path) -> list[str]:
             prompt = row.get("prompt") if isinstance(row, dict) else None
             if not isinstance(prompt, str) or not prompt.strip():
                 raise ValueError(f'{path}:{number}: expected a text "prompt", got {prompt!r}')
-        prompts.append(prompt)
+            name = row.get("id", number)
+            if isinstance(name, bool) or not isinstance(name, int | str):
+                raise ValueError(f'{path}:{number}: expected a number or text "id", got {name!r}')
+        prompts.append((name, prompt))
     if not prompts:
         raise ValueError(f"--prompts {path}: expected at least one prompt, got none")
     return prompts
@@ -213,12 +259,13 @@ def prompt_ids(
 
 
 def _run(args: argparse.Namespace) -> int:
-    prompts = read_prompts(args)
+    named = read_prompts(args)
+    prompts = [text for _, text in named]
 
     import torch
 
     import tkernels
-    from model import fallback
+    from model import fallback, graph, routing
     from model.checkpoint import default_path, open_checkpoint
     from model.kv_quant import choose
     from model.loop import Limits, check_prompt, generate
@@ -242,11 +289,47 @@ def _run(args: argparse.Namespace) -> int:
     dtype = choose_dtype(args.dtype, "float32" if on_cpu else stored, kernels, config)
     quantization = choose(args.kv_cache, args.kv_scales, args.kv_tau, config)
     calibration = None if args.fallback is None else fallback.load(args.fallback, config)
+    counted = None if args.moe_stats is None else routing.Routing(config, device)
+    why_not = graph.obstacle(ops, routing=counted is not None)
+    if why_not and args.graphs:
+        raise ValueError(f"--graphs: {why_not}")
+    if why_not and args.graphs is None and not on_cpu:
+        print(f"steps are not captured: {why_not}", file=sys.stderr)
+    graphs = not why_not and args.graphs is not False
     network = load_model(config, checkpoint.source, dtype=getattr(torch, dtype), device=device)
     if calibration is not None and not fallback.multiplies_in_int8(network):
         raise ValueError(f"expected layers in w8a8 for --fallback, got none in {checkpoint.path}")
     load_s = time.perf_counter() - model.STARTED
+    limits = Limits(
+        args.max_tokens,
+        frozenset() if args.ignore_eos else frozenset(config.eos_token_ids),
+        tuple(args.stop),
+    )
+    if args.out is not None:
+        from model.bulk import Settings, answer_file, engine_for
 
+        settings = Settings(
+            params=params,
+            limits=limits,
+            samples=args.samples,
+            cache=f"{args.kv_cache} {args.kv_scales} {args.kv_tau}",
+            model=str(path.resolve()),
+            kernels=f"{kernels} {dtype}",
+        )
+        engine = engine_for(
+            network,
+            ops,
+            checkpoint.tokenizer,
+            min(max(map(len, ids)) + args.max_tokens, config.max_position_embeddings),
+            batch_size=args.batch_size,
+            prefill_chunk=args.prefill_chunk,
+            kv_blocks=args.kv_blocks,
+            quantization=quantization,
+            graphs=graphs,
+        )
+        answers = {name: one for (name, _), one in zip(named, ids, strict=True)}
+        print(answer_file(engine, answers, settings, args.out), file=sys.stderr)
+        return 0
     streaming = len(ids) == 1 and not args.json
     with progress([len(one) for one in ids], args.prefill_chunk) as (on_done, on_prefill):
         replies, times = generate(
@@ -255,15 +338,13 @@ def _run(args: argparse.Namespace) -> int:
             checkpoint.tokenizer,
             ids,
             params,
-            Limits(
-                args.max_tokens,
-                frozenset() if args.ignore_eos else frozenset(config.eos_token_ids),
-                tuple(args.stop),
-            ),
+            limits,
             batch_size=args.batch_size,
             prefill_chunk=args.prefill_chunk,
             quantization=quantization,
             fallback=calibration,
+            routing=counted,
+            graphs=graphs,
             on_text=_print_piece if streaming else None,
             on_done=on_done,
             on_prefill=on_prefill,
@@ -271,6 +352,7 @@ def _run(args: argparse.Namespace) -> int:
     stats = run_figures(times, load_s, network.bytes_per_step) | {
         "peak_memory_bytes": tkernels.device.memory_peak(),
         "kv_cache": times.kv_cache,
+        "graphs": times.graphs,
         "kernels": kernels,
         "dtype": dtype,
         "device": tkernels.device.current().name if kernels == "triton" else device.type,
@@ -282,8 +364,14 @@ def _run(args: argparse.Namespace) -> int:
             "watched": len(times.fallback),
             "fell_back": [{"prompt": i, **found} for i, found in fell.items()],
         }
+    if counted is not None:
+        stats["experts"] = counted.summary()
+        if isinstance(args.moe_stats, Path):
+            routing.draw(args.moe_stats, stats["experts"])
     _print_replies(replies, prompts, stats, args.json, streaming)
     print(_summary(stats), file=sys.stderr)
+    if counted is not None and not args.json:
+        print(routing.table(stats["experts"]), file=sys.stderr)
     return 130 if any(r.finish_reason == "interrupted" for r in replies) else 0
 
 
@@ -321,6 +409,7 @@ def _summary(s: dict[str, Any]) -> str:
         f"({s['decode_tokens']} tokens) | weights {show('weight_gb_per_s', '.1f')} GB/s | "
         f"peak memory {s['peak_memory_bytes'] / 1e9:.2f} GB"
         + _kv_summary(s["kv_cache"])
+        + _graph_summary(s.get("graphs"))
         + _fallback_summary(s.get("fallback"))
     )
 
@@ -332,6 +421,16 @@ def _kv_summary(kv: dict[str, Any]) -> str:
     if kv["residuals_dropped"]:
         text += f", {kv['residuals_dropped']} residuals left out (their pool was full)"
     return text
+
+
+def _graph_summary(graphs: dict[str, Any] | None) -> str:
+    if graphs is None:
+        return ""
+    sizes = len(graphs["sizes"])
+    return (
+        f" | {sizes} graph{'s'[: sizes != 1]} captured in {graphs['capture_s']:.2f} s, "
+        f"{graphs['bytes'] / 1e6:.0f} MB"
+    )
 
 
 def _fallback_summary(found: dict[str, Any] | None) -> str:

@@ -6,17 +6,23 @@ in slot ``block_ids[p // block_size] * block_size + p % block_size`` (vLLM's nam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from model.config import ModelConfig
 from model.kv_quant import KVQuantization
+from model.pages import FreePages
 from tkernels.kv_format import NO_SLOT, QuantizedKV, allocate_quantized
 
 BLOCK_SIZE = 16
+
+Ints = npt.NDArray[Any]
 
 
 @dataclass
@@ -30,6 +36,23 @@ class KVCache:
     def quantized(self) -> list[QuantizedKV]:
         """The quantised parts of all layers: none of them, or all."""
         return [part for part in (*self.k, *self.v) if isinstance(part, QuantizedKV)]
+
+    @property
+    def has_residuals(self) -> bool:
+        """Whether tokens may have residuals, which lie beside the blocks."""
+        return any(part.has_residual for part in self.quantized)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Write what a block holds into another one. Residuals, which belong to one block alone,
+        are not copied: not for caches that have any."""
+        assert not self.has_residuals
+        for part in (*self.k, *self.v):
+            if isinstance(part, torch.Tensor):
+                part[target] = part[source]
+            else:
+                part.codes[target] = part.codes[source]
+                if not part.is_static:
+                    part.scale[target] = part.scale[source]
 
     def statistics(self) -> dict[str, Any]:
         """Bytes held, a token's bytes (all layers and heads), and residuals kept and left out."""
@@ -78,10 +101,10 @@ def allocate_cache(
 
 
 class BlockAllocator:
-    """A free list of block numbers."""
+    """Free blocks for sequences that come and go as a whole; ``pages.PagePool`` does more."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.free_blocks = list(range(num_blocks))[::-1]  # popped from the end: 0, 1, 2, ...
+        self.free = FreePages(num_blocks)
 
     def grow(self, block_ids: list[int], num_tokens: int) -> None:
         """Append blocks to ``block_ids`` until they hold ``num_tokens``.
@@ -90,17 +113,16 @@ class BlockAllocator:
             ValueError: too few free blocks; nothing is taken then.
         """
         missing = -(-num_tokens // BLOCK_SIZE) - len(block_ids)
-        if missing > len(self.free_blocks):
+        if missing > self.free.count:
             raise ValueError(
                 f"KV cache: expected {missing} free blocks of {BLOCK_SIZE} tokens, got "
-                f"{len(self.free_blocks)}"
+                f"{self.free.count}"
             )
-        for _ in range(missing):
-            block_ids.append(self.free_blocks.pop())
+        block_ids.extend(self.free.take(max(0, missing)))
 
     def release(self, block_ids: list[int]) -> None:
         """Give all blocks of ``block_ids`` back and empty it."""
-        self.free_blocks.extend(reversed(block_ids))
+        self.free.give(block_ids)
         block_ids.clear()
 
 
@@ -113,8 +135,51 @@ class SequenceState:
     block_ids: list[int] = field(default_factory=list)
     group: int = -1  # its place in a mask of requests (model/fallback.py); -1: none
 
-    def slot(self, position: int) -> int:
-        return self.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+@dataclass
+class StepArrays:
+    """What one step computes, on the host. B sequences bring T new tokens, packed in order."""
+
+    input_ids: Ints  # int64 [T]
+    positions: Ints  # int64 [T]
+    slot_mapping: Ints  # int64 [T], where each new token's K/V go
+    block_table: Ints  # int32 [B, max_blocks]; past a sequence's own blocks: any that exist
+    context_lens: Ints  # int32 [B], tokens in the cache after this step
+    cu_seqlens_q: Ints  # int32 [B + 1]
+
+    @property
+    def new(self) -> Ints:
+        """Int32 [B], new tokens of each sequence."""
+        new: Ints = np.diff(self.cu_seqlens_q)
+        return new
+
+
+def step_arrays(sequences: Sequence[SequenceState], new: Sequence[int]) -> StepArrays:
+    """A step that computes the next ``new[i]`` tokens of sequence i."""
+    context = [s.num_computed + n for s, n in zip(sequences, new, strict=True)]
+    used = [-(-n // BLOCK_SIZE) for n in context]  # blocks; those of later chunks are not looked at
+    width = max(used)
+    table = np.array(
+        [s.block_ids[:n] + [0] * (width - n) for s, n in zip(sequences, used, strict=True)],
+        dtype=np.int32,
+    )
+    spans = list(zip(sequences, context, strict=True))
+    positions = np.array([p for s, end in spans for p in range(s.num_computed, end)])
+    return StepArrays(
+        input_ids=np.array([t for s, end in spans for t in s.token_ids[s.num_computed : end]]),
+        positions=positions,
+        slot_mapping=slots_of(table, np.repeat(np.arange(len(new)), new), positions),
+        block_table=table,
+        context_lens=np.array(context, dtype=np.int32),
+        cu_seqlens_q=np.array([0, *itertools.accumulate(new)], dtype=np.int32),
+    )
+
+
+def slots_of(block_table: Ints, sequence: Ints, positions: Ints) -> Ints:
+    """Slot of each position (int64) of the sequence in that row of ``block_table``."""
+    blocks: Ints = block_table[sequence, positions // BLOCK_SIZE].astype(np.int64)
+    slots: Ints = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+    return slots
 
 
 @dataclass
@@ -127,13 +192,15 @@ class AttnMetadata:
     cu_seqlens_q: torch.Tensor  # int32 [B + 1]
     max_seqlen_q: int
     starts_here: bool  # no sequence has tokens in the cache from before
-    sdpa: SdpaIndices | None  # for attention in PyTorch; None: kernels compute it
+    sdpa: tuple[SdpaIndices, ...] | None  # for attention in PyTorch; None: kernels compute it
 
 
 @dataclass
 class SdpaIndices:
-    """Indices that the PyTorch attention uses, made once for all layers."""
+    """Indices that the PyTorch attention uses for some sequences, made once for all layers."""
 
+    tokens: slice  # theirs of the packed tokens of the step
+    max_seqlen_q: int
     # int64 [B, S], slot of each context position; past a sequence's end that of its last token.
     # One sequence in adjoining blocks is a slice instead: read in place, not gathered.
     kv_slots: torch.Tensor | slice
@@ -142,102 +209,82 @@ class SdpaIndices:
     q_unpad: torch.Tensor  # int64 [T], row of each packed token in the padded [B * L]
 
 
-def build_metadata(
-    sequences: Sequence[SequenceState], new: Sequence[int], device: torch.device, *, sdpa: bool
-) -> AttnMetadata:
-    """Metadata of a step that computes the next ``new[i]`` tokens of sequence i.
+def metadata(step: StepArrays, device: torch.device, *, sdpa: bool) -> AttnMetadata:
+    """A step's metadata on the device, one copy an array.
 
-    Host work on Python numbers only; each result goes to the device in one copy. ``sdpa`` asks for
-    the indices of the PyTorch attention too.
+    ``sdpa`` asks for the indices of the PyTorch attention too. That pads sequences to the longest,
+    so those at the front that bring one token are kept apart from chunks of prompts behind them.
     """
-    context = [s.num_computed + n for s, n in zip(sequences, new, strict=True)]
-    starts = [0]
-    for n in new:
-        starts.append(starts[-1] + n)
-    used = [-(-n // BLOCK_SIZE) for n in context]  # blocks; those of later chunks are not looked at
-    max_blocks = max(used)
 
-    def ints(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    def put(values: Ints) -> torch.Tensor:
+        return torch.from_numpy(values).to(device, non_blocking=True)
 
-    context_lens = ints(context, torch.int32)
-    block_table = ints(
-        [s.block_ids[:n] + [0] * (max_blocks - n) for s, n in zip(sequences, used, strict=True)],
-        torch.int32,
-    )
+    new = step.new
+    ones = int(np.argmax(new > 1)) if new.max() > 1 else len(new)
+    groups = [(0, ones), (ones, len(new))]
     return AttnMetadata(
-        slot_mapping=ints(
-            [
-                s.slot(p)
-                for s, end in zip(sequences, context, strict=True)
-                for p in range(s.num_computed, end)
-            ]
-        ),
-        block_table=block_table,
-        context_lens=context_lens,
-        cu_seqlens_q=ints(starts, torch.int32),
-        max_seqlen_q=max(new),
-        starts_here=not any(s.num_computed for s in sequences),
-        sdpa=_sdpa_indices(sequences, new, context, starts, context_lens, block_table)
+        slot_mapping=put(step.slot_mapping),
+        block_table=put(step.block_table),
+        context_lens=put(step.context_lens),
+        cu_seqlens_q=put(step.cu_seqlens_q),
+        max_seqlen_q=int(new.max()),
+        starts_here=bool((step.context_lens == new).all()),
+        sdpa=tuple(_sdpa_indices(step, device, *group) for group in groups if group[0] < group[1])
         if sdpa
         else None,
     )
 
 
-def _sdpa_indices(
-    sequences: Sequence[SequenceState],
-    new: Sequence[int],
-    context: list[int],
-    starts: list[int],
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
-) -> SdpaIndices:
-    device, longest_q = context_lens.device, max(new)
+def build_metadata(
+    sequences: Sequence[SequenceState], new: Sequence[int], device: torch.device, *, sdpa: bool
+) -> AttnMetadata:
+    """Metadata of a step that computes the next ``new[i]`` tokens of sequence i."""
+    return metadata(step_arrays(sequences, new), device, sdpa=sdpa)
 
-    def ints(values: object) -> torch.Tensor:
-        return torch.tensor(values).to(device, non_blocking=True)
 
-    key_at = torch.arange(max(context), device=device)
-    query_at = torch.arange(longest_q, device=device)
-    lengths, begin = ints(new), ints(starts[:-1])
+def _sdpa_indices(step: StepArrays, device: torch.device, first: int, last: int) -> SdpaIndices:
+    """Of sequences ``first`` to ``last`` - 1."""
+    context, new = step.context_lens[first:last].astype(np.int64), step.new[first:last]
+    begin = step.cu_seqlens_q[first:last].astype(np.int64) - step.cu_seqlens_q[first]
+    longest = int(new.max())
+    # Each query's place in its sequence's new tokens; past their end the last one again.
+    places = np.minimum(np.arange(longest), new[:, None] - 1)  # [B, L]
+    real = np.arange(longest) < new[:, None]
+
+    def put(values: Ints) -> torch.Tensor:
+        return torch.from_numpy(values).to(device, non_blocking=True)
+
     return SdpaIndices(
-        kv_slots=_kv_slots(sequences, key_at, context_lens, block_table),
-        mask=_mask(new, context, key_at, query_at, context_lens - lengths),
-        q_rows=begin[:, None] + query_at.minimum(lengths[:, None] - 1),  # [B, L]
-        q_unpad=ints([b * longest_q + i for b, n in enumerate(new) for i in range(n)]),
+        tokens=slice(int(step.cu_seqlens_q[first]), int(step.cu_seqlens_q[last])),
+        max_seqlen_q=longest,
+        kv_slots=_kv_slots(step.block_table[first:last], context, put),
+        mask=_mask(context, new, put),
+        q_rows=put(begin[:, None] + places),
+        q_unpad=put(np.flatnonzero(real)),
     )
 
 
 def _kv_slots(
-    sequences: Sequence[SequenceState],
-    key_at: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
+    table: Ints, context: Ints, put: Callable[[Ints], torch.Tensor]
 ) -> torch.Tensor | slice:
-    if len(sequences) == 1:
-        ids = sequences[0].block_ids[: block_table.shape[1]]
-        if ids == list(range(ids[0], ids[0] + len(ids))):
-            start = ids[0] * BLOCK_SIZE
-            return slice(start, start + len(key_at))
+    if len(context) == 1:
+        used = table[0, : -(-int(context[0]) // BLOCK_SIZE)]
+        if (np.diff(used) == 1).all():
+            start = int(used[0]) * BLOCK_SIZE
+            return slice(start, start + int(context[0]))
     # Positions past a sequence's end repeat its last one, so that stale slots are never read.
-    held = key_at.minimum(context_lens[:, None].long() - 1)  # [B, S]
-    return block_table.long().gather(1, held // BLOCK_SIZE) * BLOCK_SIZE + held % BLOCK_SIZE
+    held = np.minimum(np.arange(context.max()), context[:, None] - 1)  # [B, S]
+    return put(slots_of(table, np.arange(len(context))[:, None], held))
 
 
-def _mask(
-    new: Sequence[int],
-    context: list[int],
-    key_at: torch.Tensor,
-    query_at: torch.Tensor,
-    num_computed: torch.Tensor,
-) -> torch.Tensor | None:
+def _mask(context: Ints, new: Ints, put: Callable[[Ints], torch.Tensor]) -> torch.Tensor | None:
     """Which keys each query sees, or None where SDPA needs no mask for it."""
-    same = len(set(context)) == 1 and len(set(new)) == 1
+    same = (context == context[0]).all() and (new == new[0]).all()
     if same and new[0] in (1, context[0]):  # decode, or a whole prompt: plain causal
         return None
     # Query i of a sequence stands at position num_computed + i. Rows of padding are thrown away,
     # but must see something: a row of -inf only would be NaN.
-    last_seen = num_computed[:, None] + query_at  # [B, L]
-    ends = torch.tensor(context, device=key_at.device)[:, None, None]
-    seen = (key_at <= last_seen[..., None]) & (key_at < ends)  # [B, L, S]
-    return seen[:, None]
+    key_at = np.arange(context.max())
+    last_seen = (context - new)[:, None] + np.arange(new.max())  # [B, L]
+    seen = (key_at <= last_seen[..., None]) & (key_at < context[:, None, None])  # [B, L, S]
+    return put(seen[:, None])

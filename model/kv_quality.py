@@ -52,7 +52,11 @@ def plant(model: Any, ids: list[int]) -> None:
     for layer in model.layers:
         layer.input_layernorm[_COORDINATE] = 1
         layer.post_attention_layernorm[_COORDINATE] = 0
-        layer.o_proj.weight[_COORDINATE] = layer.down_proj.weight[_COORDINATE] = 0
+        layer.o_proj.weight[_COORDINATE] = 0
+        if layer.experts is None:
+            layer.down_proj.weight[_COORDINATE] = 0
+        else:
+            layer.experts.down_proj[:, _COORDINATE] = 0
         layer.o_proj.weight.view(table.shape[1], -1, config.head_dim)[:, :, _CHANNEL] = 0
         heads = layer.qkv_proj.weight.view(-1, config.head_dim, table.shape[1])
         usual = heads[-config.num_kv_heads :].norm(dim=2).mean()  # v of a normed state, roughly

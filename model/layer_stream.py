@@ -17,7 +17,7 @@ import tkernels
 from model import weights
 from model.config import ModelConfig
 from model.kv_cache import BLOCK_SIZE, BlockAllocator, SequenceState, allocate_cache, build_metadata
-from model.qwen3 import Layer, Linear, _attention
+from model.qwen3 import Layer, Linear, _attention, over_cache
 from model.sources import Source
 
 WINDOW = 1024  # tokens that attend to one another, at most
@@ -36,7 +36,7 @@ class Part:
 
 
 def parts(config: ModelConfig, index: int) -> list[Part]:
-    """The seven linear layers of a decoder layer."""
+    """The linear layers of a decoder layer: seven, or the four of attention beside experts."""
     found = []
     for ours, parameter in weights.layer_table(config, index).items():
         field, _, kind = ours.partition(".")
@@ -107,11 +107,10 @@ class LayerStream:
         """Hidden states [T, H] after ``layer``."""
         config, ops, eps = self.config, self._ops, self.config.rms_norm_eps
         x = ops.rms_norm(hidden, layer.input_layernorm, eps=eps)
-        x = _attention(
-            config, layer, ops, x, self._positions, self._table, self._cache, 0, self._meta
-        )
+        attend = over_cache(ops, self._cache, self._meta)
+        x = _attention(config, layer, ops, x, self._positions, self._table, 0, attend)
         x, hidden = ops.fused_add_rms_norm(x, hidden, layer.post_attention_layernorm, eps=eps)
-        return hidden + layer.down_proj(ops.silu_and_mul(layer.gate_up_proj(x, ops)), ops)
+        return hidden + layer.mlp(x, ops)
 
     def perplexities(self, states: list[Tensor]) -> list[float]:
         """exp of the mean loss of the next token, for hidden states after the last layer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,14 +11,18 @@ from typing import Any
 import torch
 
 from model import PREFILL_CHUNK
+from model.ahead import Ahead, kind_of
 from model.fallback import Calibration
+from model.graph import DecodeGraphs, batch_sizes
 from model.kv_cache import BLOCK_SIZE, SequenceState
 from model.kv_quant import KVQuantization
 from model.qwen3 import Model
+from model.routing import Routing
 from model.runner import Runner
-from model.sampler import SamplingParams, new_generator, sample
+from model.sampler import SamplingParams, request_key, sample
 from model.threads import cpu_threads
 from model.tokenizer import Detokenizer
+from tkernels import device
 
 
 @dataclass
@@ -40,6 +45,7 @@ class Times:
     decode_steps_s: list[float] = field(default_factory=list)
     decode_tokens: int = 0
     kv_cache: dict[str, Any] = field(default_factory=dict)  # KVCache.statistics at the end
+    graphs: dict[str, Any] | None = None  # with graphs: their sizes, bytes, and time of capture
     # With a fallback: Watch.report of each prompt that has ended, by its index.
     fallback: dict[int, dict[str, Any] | None] = field(default_factory=dict)
 
@@ -65,6 +71,8 @@ def generate(
     prefill_chunk: int = PREFILL_CHUNK,
     quantization: KVQuantization | None = None,
     fallback: Calibration | None = None,
+    routing: Routing | None = None,
+    graphs: bool = False,
     on_text: Callable[[int, str], None] | None = None,
     on_done: Callable[[int], None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
@@ -79,6 +87,8 @@ def generate(
         prefill_chunk: prompt tokens computed at once, at most.
         quantization: of the KV cache; None keeps it in the model's dtype.
         fallback: what requests are compared with that may leave int8; None watches nothing.
+        routing: counts the experts that tokens go to; None counts nothing.
+        graphs: capture the decode step and replay it (model/graph.py).
         on_done: called with the index of each finished prompt.
         on_prefill: called with (prompt tokens computed, in all) before and after each chunk.
     """
@@ -97,29 +107,28 @@ def generate(
         quantization=quantization,
         fallback=fallback,
         num_groups=batch_size,
+        routing=routing,
     )
     replies = [Reply(len(ids)) for ids in prompts]
     times = Times()
 
     def one(index: int) -> _Running:
-        seed = None if params.seed is None else params.seed + index
+        seed = secrets.randbits(63) if params.seed is None else params.seed + index
         return _Running(
             index,
             SequenceState(list(prompts[index])),
             replies[index],
             Detokenizer(tokenizer, limits.stop),
-            new_generator(seed, runner.device),
+            request_key(seed, 0),
         )
 
-    def step(running: list[_Running], logits: torch.Tensor) -> list[_Running]:
-        """Sample a token for each sequence; those that go on."""
+    def chosen(running: list[_Running], logits: torch.Tensor) -> list[int]:
         with cpu_threads(1):  # one row of the vocabulary is little work
-            tokens = sample(
-                logits,
-                params,
-                [r.sequence.token_ids for r in running],
-                [r.generator for r in running],
-            )
+            histories = [r.sequence.token_ids for r in running]
+            return sample(logits, params, histories, [r.key for r in running])
+
+    def step(running: list[_Running], tokens: list[int]) -> list[_Running]:
+        """Take a token for each sequence; those that go on."""
         if times.first_token_s is None:
             times.first_token_s = time.perf_counter() - started
         going = []
@@ -134,24 +143,55 @@ def generate(
                     on_done(r.index)
         return going
 
+    ahead: Ahead | None = None
     try:
         for start in range(0, len(prompts), batch_size):
             running = [one(i) for i in range(start, min(start + batch_size, len(prompts)))]
             begin = time.perf_counter()
             logits = runner.prefill([r.sequence for r in running], on_chunk=on_prefill)
-            running = step(running, logits)
+            running = step(running, chosen(running, logits))
             times.prefill_s += time.perf_counter() - begin
             times.prefill_tokens += sum(map(len, prompts[start : start + batch_size]))
+            if graphs and running and ahead is None:
+                ahead = Ahead(runner, _captured(runner, params, batch_size, times), params)
             while running:
                 begin = time.perf_counter()
                 count = len(running)
-                running = step(running, runner.decode([r.sequence for r in running]))
+                sequences = [r.sequence for r in running]
+                if ahead is None:
+                    tokens = chosen(running, runner.decode(sequences))
+                else:
+                    ending = [r.is_last(limits, context) for r in running]
+                    tokens = ahead.tokens(sequences, [r.key for r in running], ending)
+                running = step(running, tokens)
                 times.decode_steps_s.append(time.perf_counter() - begin)
                 times.decode_tokens += count
     except KeyboardInterrupt:
         pass  # the replies so far say "interrupted"
     times.kv_cache = runner.cache.statistics()
     return replies, times
+
+
+def _captured(
+    runner: Runner, params: SamplingParams, batch_size: int, times: Times
+) -> DecodeGraphs:
+    begin = time.perf_counter()
+    graphs = DecodeGraphs(
+        runner.model,
+        runner.ops,
+        runner.cache,
+        runner.cos_sin_cache,
+        sizes=batch_sizes(batch_size, device.most_graphs()),
+        max_blocks=-(-runner.max_positions // BLOCK_SIZE),
+        kinds=(kind_of(params),),
+        watch=runner.watch,
+    )
+    times.graphs = {
+        "sizes": graphs.sizes,
+        "bytes": graphs.num_bytes,
+        "capture_s": time.perf_counter() - begin,
+    }
+    return graphs
 
 
 def check_prompt(length: int, context: int) -> None:
@@ -170,7 +210,12 @@ class _Running:
     sequence: SequenceState
     reply: Reply
     detokenizer: Detokenizer
-    generator: torch.Generator
+    key: int  # of its random numbers
+
+    def is_last(self, limits: Limits, context: int) -> bool:
+        """Whether the next token ends the reply by its length, whichever it is."""
+        full = len(self.sequence.token_ids) + 1 >= context
+        return full or len(self.reply.token_ids) + 1 >= limits.max_tokens
 
     def take(
         self,
@@ -180,16 +225,16 @@ class _Running:
         on_text: Callable[[int, str], None] | None,
     ) -> bool:
         """Add a token to the reply; False when that ends it."""
+        last = self.is_last(limits, context)
         self.reply.token_ids.append(token)
         if token in limits.eos_ids:
             piece, reason = self.detokenizer.finish(), "eos"
         else:
             self.sequence.token_ids.append(token)
             piece, reason = self.detokenizer.push(token), ""
-            full = len(self.sequence.token_ids) >= context
             if self.detokenizer.stopped:
                 reason = "stop"
-            elif full or len(self.reply.token_ids) >= limits.max_tokens:
+            elif last:
                 piece, reason = piece + self.detokenizer.finish(), "length"
         self.reply.text += piece
         if piece and on_text:

@@ -10,9 +10,12 @@ The folder that is written has the ``compressed-tensors`` layout. Of the schemes
             32, 16 and 8 inputs that does, and the command says so
 
 all round to the nearest code. lm_head, the embedding, norms and biases stay as they are, and so do
-the layers that --sensitive names, each with those that are computed together with it (q, k and v;
-gate and up). Tensors keep the type in which the checkpoint stores them; those of a GGUF file become
-bfloat16, and if they were quantised there, they are quantised a second time.
+routers and experts, for whose product quantised weights are not known here (the command says how
+many bytes that is; the experts of a layer are written in one tensor, since transformers 5 reads
+them only so beside quantised layers), and the layers that --sensitive names, each with those that
+are computed together with it (q, k and v; gate and up). Tensors keep the type in which the
+checkpoint stores them; those of a GGUF file become bfloat16, and if they were quantised there, they
+are quantised a second time.
 
 --smooth moves the outliers of activations into weights before (SmoothQuant): channel j of a norm's
 output is divided by max|x_j|^alpha / max|W_j|^(1 - alpha), rounded to a power of two so that this
@@ -54,6 +57,7 @@ _COPIED = (
 )  # fmt: skip
 _SHARD_BYTES = 4 * 2**30
 _GROUPS = (128, 64, 32, 16, 8)
+_EXPERTS = (r"re:.*\.mlp\.gate$", r"re:.*\.mlp\.experts\..*")  # what a config ignores for them
 
 
 # ---- which layers, and how -----------------------------------------------------------------------
@@ -65,10 +69,14 @@ class Plan:
 
     schemes: dict[str, Scheme]
     kept: tuple[str, ...]  # sensitive ones
+    num_experts: int = 0  # of all layers; they and their routers are never quantised
 
 
 def joined_layers(config: ModelConfig) -> list[dict[str, tuple[int, int]]]:
-    """Names and shapes [N, K] of the linear layers, those that are computed together in one."""
+    """Names and shapes [N, K] of the linear layers, those that are computed together in one.
+
+    Routers and experts are not among them.
+    """
     from model.weights import layer_table
 
     return [
@@ -106,11 +114,11 @@ def make_plan(config: ModelConfig, scheme: str | None, sensitive: Collection[str
             if size is None:
                 raise ValueError(f"w4a16 needs inputs that divide by 8, got {inputs} of {name}")
             schemes[name] = Scheme(PACKED, 4, size, False)
-    return Plan(schemes, tuple(kept))
+    return Plan(schemes, tuple(kept), 0 if config.mixture is None else config.mixture.total)
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
-    """The ``quantization_config`` of a plan; the kept layers and lm_head are ignored."""
+    """The ``quantization_config`` of a plan; what is kept and lm_head are ignored."""
     from model.compressed import describe
 
     by_scheme: dict[Scheme, list[str]] = {}
@@ -123,7 +131,8 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
         groups = [
             ([rf"re:.*\.({'|'.join(kinds)})$"], scheme) for scheme, kinds in by_scheme.items()
         ]
-    found: dict[str, Any] = describe(groups, ["lm_head", *plan.kept])
+    experts = _EXPERTS if plan.num_experts else ()
+    found: dict[str, Any] = describe(groups, ["lm_head", *experts, *plan.kept])
     return found
 
 
@@ -317,7 +326,7 @@ def write_folder(
 
     Returns:
         linear_bytes: of the decoder's linear layers, scales included; linear_weights: their
-        numbers; bytes: of all tensors.
+        numbers; expert_bytes: of routers and experts; bytes: of all tensors.
     """
     import torch
 
@@ -325,8 +334,11 @@ def write_folder(
 
     source = checkpoint.source
     linear = {name for group in joined_layers(checkpoint.config) for name in group}
-    shards, counts = _Shards(folder), {"linear_bytes": 0, "linear_weights": 0, "bytes": 0}
+    names = ("linear_bytes", "linear_weights", "expert_bytes", "bytes")
+    shards, counts = _Shards(folder), dict.fromkeys(names, 0)
     for name in source.shapes:
+        if ".mlp.experts." in name:
+            continue  # below, those of a layer in one
         tensor = _read(checkpoint, name)
         if not checkpoint.path.is_dir() and tensor.is_floating_point():
             tensor = tensor.to(torch.bfloat16)
@@ -349,11 +361,37 @@ def write_folder(
                 counts["linear_bytes"] += value.nbytes
         if layer in linear and name.endswith(".weight"):
             counts["linear_weights"] += tensor.numel()
+        if layer.endswith(".mlp.gate"):
+            counts["expert_bytes"] += tensor.nbytes
         on_tensor()
+    for name, tensor in _experts(checkpoint, on_tensor):
+        shards.add(name, tensor)
+        counts["bytes"] += tensor.nbytes
+        counts["expert_bytes"] += tensor.nbytes
     shards.close()
     _write_json(folder / "config.json", _config(checkpoint, plan))
     _write_rest(checkpoint, folder)
     return counts
+
+
+def _experts(
+    checkpoint: Checkpoint, on_tensor: Callable[[], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of all experts, stacked, and their names."""
+    import torch
+
+    from model.weights import load_experts
+
+    config, source = checkpoint.config, checkpoint.source
+    if config.mixture is None:
+        return
+    for layer in config.mixture.layers:
+        dtype = torch.bfloat16
+        if checkpoint.path.is_dir():
+            dtype = source.read(f"model.layers.{layer}.mlp.experts.0.down_proj.weight").dtype
+        yield from load_experts(config, source, layer, dtype=dtype).items()
+        for _ in range(3 * config.mixture.num_experts):  # as they are read
+            on_tensor()
 
 
 def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
@@ -521,6 +559,7 @@ def _quantize(args: argparse.Namespace) -> dict[str, Any]:
         "smooth": args.smooth,
         "quantized_layers": len(plan.schemes),
         "kept_layers": list(plan.kept),
+        "kept_experts": plan.num_experts,
         "smaller_groups": {name: size for name, size in groups.items() if size != _GROUPS[0]},
         **counts,
     }
@@ -544,6 +583,11 @@ def _summary(found: dict[str, Any]) -> str:
         f"{found['linear_bytes'] / 1e6:.1f} MB ({bits:.2f} bits a weight), all "
         f"{found['bytes'] / 1e6:.1f} MB"
     ]
+    if found["kept_experts"]:
+        lines.append(
+            f"{found['kept_experts']} experts and their routers stay as they were, "
+            f"{found['expert_bytes'] / 1e6:.1f} MB of that"
+        )
     smaller = found["smaller_groups"]
     for size in sorted(set(smaller.values()), reverse=True):
         names = [name for name, mine in smaller.items() if mine == size]

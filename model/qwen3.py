@@ -1,13 +1,15 @@
-"""The network, top to bottom: Qwen3 dense, and the Llama family (no q/k norm, optional bias).
+"""The network, top to bottom: Qwen3, dense or with experts, and the Llama family (no q/k norm).
 
 One step takes T tokens of B sequences packed one after another: a prefill brings many tokens of a
-sequence, a decode step one. Shapes: H hidden_size, I intermediate_size, Hq/Hk query and key-value
-heads, D head_dim, V vocab_size. Every operation that has a kernel comes from the namespace ``ops``
-(``tkernels`` or ``tkernels.reference``), so the two can be compared on the same network.
+sequence, a decode step one. Shapes: H hidden_size, I intermediate_size (of one expert where there
+are E of them), Hq/Hk query and key-value heads, D head_dim, V vocab_size. Every operation that has
+a kernel comes from the namespace ``ops`` (``tkernels`` or ``tkernels.reference``), so the two can
+be compared on the same network.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,8 @@ from model.quantized_matrix import Weight, product
 from tkernels.kv_format import QuantizedKV, read_positions
 
 Tensor = torch.Tensor
+# (layer, q [T, Hq, D], k and v [T, Hk, D], rotated) -> [T, Hq, D]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -35,8 +39,40 @@ class Linear:
 
 
 @dataclass
+class Experts:
+    """The MLPs of a sparse layer: ``router`` picks ``top_k`` of E for each token."""
+
+    router: Tensor  # [E, H]
+    gate_up_proj: Tensor  # [E, 2 I, H]: gate_proj | up_proj of each expert
+    down_proj: Tensor  # [E, H, I]
+    top_k: int
+    renormalize: bool  # the weights of a token's experts add up to 1
+
+    def __call__(self, x: Tensor, ops: Any) -> Tensor:
+        """[T, H] -> [T, H]."""
+        y: Tensor = ops.fused_moe(
+            x,
+            F.linear(x, self.router),
+            self.gate_up_proj,
+            self.down_proj,
+            top_k=self.top_k,
+            renormalize=self.renormalize,
+        )
+        return y
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the router, and of as many experts as one token goes through."""
+        stacked = self.gate_up_proj.nbytes + self.down_proj.nbytes
+        return self.router.nbytes + self.top_k * stacked // len(self.router)
+
+
+@dataclass
 class Layer:
-    """Parameters of one decoder layer, under their Hugging Face names (packed ones joined)."""
+    """Parameters of one decoder layer, under their Hugging Face names (packed ones joined).
+
+    Either the two projections of a dense MLP are there, or ``experts``.
+    """
 
     input_layernorm: Tensor  # [H]
     qkv_proj: Linear  # [(Hq + 2 Hk) D, H]: q_proj | k_proj | v_proj
@@ -44,8 +80,17 @@ class Layer:
     k_norm: Tensor | None  # [D]
     o_proj: Linear  # [H, Hq D]
     post_attention_layernorm: Tensor  # [H]
-    gate_up_proj: Linear  # [2 I, H]: gate_proj | up_proj
-    down_proj: Linear  # [H, I]
+    gate_up_proj: Linear | None = None  # [2 I, H]: gate_proj | up_proj
+    down_proj: Linear | None = None  # [H, I]
+    experts: Experts | None = None
+
+    def mlp(self, x: Tensor, ops: Any) -> Tensor:
+        """[T, H] -> [T, H]."""
+        if self.experts is not None:
+            return self.experts(x, ops)
+        assert self.gate_up_proj is not None
+        assert self.down_proj is not None
+        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x, ops)), ops)
 
 
 @dataclass
@@ -60,10 +105,17 @@ class Model:
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes of parameters that a decode step reads: all but an embedding table of its own."""
+        """Bytes of parameters that a decode step of one sequence reads.
+
+        All but an embedding table of its own, and of the experts of a layer as many as a token goes
+        through. A step of several sequences reads more of them: how many, their tokens decide.
+        """
         total = self.norm.nbytes + self.lm_head.weight.nbytes
         for layer in self.layers:
             for value in vars(layer).values():
+                if isinstance(value, Experts):
+                    total += value.bytes_per_token
+                    continue
                 parts = (value.weight, value.bias) if isinstance(value, Linear) else (value,)
                 total += sum(part.nbytes for part in parts if part is not None)
         return total
@@ -92,20 +144,34 @@ def forward(
     Returns:
         fp32 [num_logits, V], or [T, V].
     """
-    eps = model.config.rms_norm_eps
-    residual = _embed(model.embed_tokens, input_ids)  # [T, H]
-    x = ops.rms_norm(residual, model.layers[0].input_layernorm, eps=eps)
-    for i, layer in enumerate(model.layers):
-        x = _attention(model.config, layer, ops, x, positions, cos_sin_cache, cache, i, meta)
-        x, residual = ops.fused_add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
-        x = layer.down_proj(ops.silu_and_mul(layer.gate_up_proj(x, ops)), ops)  # [T, I] -> [T, H]
-        after = model.layers[i + 1].input_layernorm if i + 1 < len(model.layers) else model.norm
-        x, residual = ops.fused_add_rms_norm(x, residual, after, eps=eps)
+    attend = over_cache(ops, cache, meta)
+    x = hidden_states(model, ops, input_ids, positions, cos_sin_cache, attend)
     if num_logits == 0:
         return torch.empty((0, model.config.vocab_size), device=x.device)
     if num_logits is not None:
         x = x[meta.cu_seqlens_q[1 : num_logits + 1] - 1]  # [num_logits, H]
     return model.lm_head(x, ops).float()
+
+
+def hidden_states(
+    model: Model,
+    ops: Any,
+    input_ids: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    attend: Attend,
+) -> Tensor:
+    """What ``lm_head`` is applied to: [T, H] of T packed tokens."""
+    eps = model.config.rms_norm_eps
+    residual = _embed(model.embed_tokens, input_ids)  # [T, H]
+    x: Tensor = ops.rms_norm(residual, model.layers[0].input_layernorm, eps=eps)
+    for i, layer in enumerate(model.layers):
+        x = _attention(model.config, layer, ops, x, positions, cos_sin_cache, i, attend)
+        x, residual = ops.fused_add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
+        x = layer.mlp(x, ops)
+        after = model.layers[i + 1].input_layernorm if i + 1 < len(model.layers) else model.norm
+        x, residual = ops.fused_add_rms_norm(x, residual, after, eps=eps)
+    return x
 
 
 def _embed(table: Matrix, ids: Tensor) -> Tensor:
@@ -119,9 +185,8 @@ def _attention(
     x: Tensor,
     positions: Tensor,
     cos_sin_cache: Tensor,
-    cache: KVCache,
     index: int,
-    meta: AttnMetadata,
+    attend: Attend,
 ) -> Tensor:
     """[T, H] -> [T, H]."""
     qkv = layer.qkv_proj(x, ops)  # [T, (Hq + 2 Hk) D]
@@ -141,14 +206,36 @@ def _attention(
     else:
         q, k = heads[:, : config.num_heads], heads[:, config.num_heads : -config.num_kv_heads]
         q, k = ops.rope(q, k, cos_sin_cache, positions, q_out=q, k_out=k)
-    k_cache, v_cache = cache.k[index], cache.v[index]
+    return layer.o_proj(attend(index, q, k, v).flatten(1), ops)
+
+
+def over_cache(ops: Any, cache: KVCache, meta: AttnMetadata) -> Attend:
+    """Attention of a step that puts its new K/V into a cache, and reads what that holds."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _attend_over_cache(ops, q, k, v, cache.k[layer], cache.v[layer], meta)
+
+    return attend
+
+
+def _attend_over_cache(
+    ops: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor | QuantizedKV,
+    v_cache: Tensor | QuantizedKV,
+    meta: AttnMetadata,
+) -> Tensor:
+    """Of one layer: [T, Hq, D]."""
     if isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV):
         ops.append_quantized_kv(k, v, k_cache, v_cache, meta.slot_mapping)
     else:
         ops.append_paged_kv(k, v, k_cache, v_cache, meta.slot_mapping)
     if meta.sdpa is not None:
-        out = sdpa_attention(q, k_cache, v_cache, meta.sdpa, meta.max_seqlen_q)
-    elif meta.starts_here and isinstance(k_cache, Tensor):  # all keys are at hand, in one piece
+        return sdpa_attention(q, k_cache, v_cache, meta.sdpa)
+    out: Tensor
+    if meta.starts_here and isinstance(k_cache, Tensor):  # all keys are at hand, in one piece
         lens, longest = meta.cu_seqlens_q, meta.max_seqlen_q
         sizes = {"max_seqlen_q": longest, "max_seqlen_k": longest}
         out = ops.flash_attn(q, k, v, cu_seqlens_q=lens, cu_seqlens_k=lens, **sizes)
@@ -163,7 +250,7 @@ def _attention(
             cu_seqlens_q=None if meta.max_seqlen_q == 1 else meta.cu_seqlens_q,
             max_seqlen_q=meta.max_seqlen_q,
         )
-    return layer.o_proj(out.flatten(1), ops)
+    return out
 
 
 def _read(cache: Tensor | QuantizedKV, slots: Tensor | slice, dtype: torch.dtype) -> Tensor:
@@ -176,8 +263,7 @@ def sdpa_attention(
     q: Tensor,
     k_cache: Tensor | QuantizedKV,
     v_cache: Tensor | QuantizedKV,
-    indices: SdpaIndices,
-    max_seqlen_q: int,
+    groups: tuple[SdpaIndices, ...],
 ) -> Tensor:
     """Causal attention of new tokens over the paged cache, in plain PyTorch.
 
@@ -187,16 +273,27 @@ def sdpa_attention(
     Args:
         q: [T, Hq, D]. k_cache, v_cache: [num_blocks, block_size, Hk, D], new tokens included; or
             quantised, and then what was stored is read, of new tokens too.
+        groups: of sequences that are padded to one length; together all T tokens, in order.
 
     Returns:
         [T, Hq, D].
     """
+    parts = [_sdpa_of_group(q[group.tokens], k_cache, v_cache, group) for group in groups]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _sdpa_of_group(
+    q: Tensor,
+    k_cache: Tensor | QuantizedKV,
+    v_cache: Tensor | QuantizedKV,
+    indices: SdpaIndices,
+) -> Tensor:
     k, v = (_read(x, indices.kv_slots, q.dtype) for x in (k_cache, v_cache))  # [B, S, Hk, D]
     num_kv_heads = k.shape[-2]
     if isinstance(indices.kv_slots, slice):  # of one sequence: [S, Hk, D]
         k, v = k[None], v[None]
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hk, S, D]
-    if max_seqlen_q == 1:
+    if indices.max_seqlen_q == 1:
         # Decode: the query heads that share a key-value head stand where query positions would.
         q = q.view(q.shape[0], num_kv_heads, -1, q.shape[2])  # [B, Hk, Hq / Hk, D]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=indices.mask)

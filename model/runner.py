@@ -14,11 +14,14 @@ from model.fallback import Calibration, Watch
 from model.kv_cache import (
     BlockAllocator,
     SequenceState,
+    StepArrays,
     allocate_cache,
-    build_metadata,
+    metadata,
+    step_arrays,
 )
 from model.kv_quant import KVQuantization
 from model.qwen3 import Model, forward
+from model.routing import Routing
 from model.threads import cpu_threads, prompt_threads
 from tkernels import build_cos_sin_cache
 
@@ -64,7 +67,8 @@ class Runner:
     memory does not grow with the prompts. ``tkernels`` brings its own attention; with any other
     namespace it is PyTorch's. With ``quantization`` attention reads what the cache holds of new
     tokens too, so that results do not depend on the chunks. With ``fallback`` up to ``num_groups``
-    sequences at a time are watched, and layers in w8a8 leave int8 for those that go bad.
+    sequences at a time are watched, and layers in w8a8 leave int8 for those that go bad. With
+    ``routing`` the experts are counted that tokens go to.
     """
 
     def __init__(
@@ -78,13 +82,15 @@ class Runner:
         quantization: KVQuantization | None = None,
         fallback: Calibration | None = None,
         num_groups: int = 64,
+        routing: Routing | None = None,
     ) -> None:
-        self.model, self.ops = model, ops
+        self.model, self.ops, self.routing = model, ops, routing
         self.prefill_chunk = prefill_chunk
         self.device = model.norm.device
         self.cache = allocate_cache(
             model.config, num_blocks, model.norm.dtype, self.device, quantization
         )
+        self.num_blocks = num_blocks
         self.blocks = BlockAllocator(num_blocks)
         self.max_positions = max_positions
         self.cos_sin_cache = build_cos_sin_cache(
@@ -139,13 +145,7 @@ class Runner:
 
     def release(self, sequence: SequenceState) -> None:
         """Give a sequence's blocks back, and the residuals that tokens in them have."""
-        if any(part.has_residual for part in self.cache.quantized):
-            blocks = torch.tensor(sequence.block_ids, dtype=torch.int32, device=self.device)
-            for part in self.cache.quantized:
-                if part.has_residual:
-                    self.ops.release_residual_slots(
-                        part.slots, part.free_slots, part.free_count, blocks
-                    )
+        self.release_residuals(sequence.block_ids)
         self.blocks.release(sequence.block_ids)
         if self.watch is not None:
             self.watch.release(sequence)
@@ -161,15 +161,22 @@ class Runner:
             if self.watch is not None:
                 self.watch.take(s)
 
-    def _step(
-        self, sequences: Sequence[SequenceState], new: list[int], num_logits: int | None
-    ) -> torch.Tensor:
-        """The next ``new[i]`` tokens of sequence i; see ``forward`` for ``num_logits``."""
-        meta = build_metadata(sequences, new, self.device, sdpa=self.ops is not tkernels)
-        ids, positions = self._inputs(sequences, new)
-        ops = self.ops if self.watch is None else self.watch.step(self.ops, sequences, new)
-        with cpu_threads(self._cpu_threads(len(sequences), len(ids))):
-            logits = forward(
+    @torch.inference_mode()
+    def step(self, arrays: StepArrays, num_logits: int | None, ops: Any = None) -> torch.Tensor:
+        """One step of whatever sequences; see ``forward`` for ``num_logits``.
+
+        The caller knows which blocks of the cache belong to whom.
+        """
+        ops = ops or self.ops
+        if self.routing is not None:
+            ops = self.routing.step(ops)
+        ids, positions = (
+            torch.from_numpy(x).to(self.device, non_blocking=True)
+            for x in (arrays.input_ids, arrays.positions)
+        )
+        meta = metadata(arrays, self.device, sdpa=self.ops is not tkernels)
+        with cpu_threads(self._cpu_threads(len(arrays.context_lens), len(ids))):
+            return forward(
                 self.model,
                 ops,
                 ids,
@@ -179,21 +186,29 @@ class Runner:
                 meta,
                 num_logits=num_logits,
             )
-            if self.watch is not None:
-                ops.end()
+
+    def release_residuals(self, blocks: Sequence[int]) -> None:
+        """Give the residuals back that tokens in these blocks have, if the cache has any."""
+        parts = [part for part in self.cache.quantized if part.has_residual]
+        if parts and blocks:
+            named = torch.tensor(blocks, dtype=torch.int32, device=self.device)
+            for part in parts:
+                self.ops.release_residual_slots(part.slots, part.free_slots, part.free_count, named)
+
+    def _step(
+        self, sequences: Sequence[SequenceState], new: list[int], num_logits: int | None
+    ) -> torch.Tensor:
+        """The next ``new[i]`` tokens of sequence i; see ``forward`` for ``num_logits``."""
+        arrays = step_arrays(sequences, new)
+        if self.watch is None:
+            logits = self.step(arrays, num_logits)
+        else:
+            ops = self.watch.step(self.ops, sequences, new)
+            logits = self.step(arrays, num_logits, ops)
+            ops.end()
         for s, n in zip(sequences, new, strict=True):
             s.num_computed += n
         return logits
-
-    def _inputs(
-        self, sequences: Sequence[SequenceState], new: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        counts = zip(sequences, new, strict=True)
-        spans = [(s, s.num_computed, s.num_computed + n) for s, n in counts]
-        ids = [t for s, begin, end in spans for t in s.token_ids[begin:end]]
-        positions = [p for _, begin, end in spans for p in range(begin, end)]
-        both = torch.tensor([ids, positions]).to(self.device, non_blocking=True)
-        return both[0], both[1]
 
     def _cpu_threads(self, num_sequences: int, num_tokens: int) -> int:
         """A number that sizes alone decide: logits differ in their last bits with it."""

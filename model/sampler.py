@@ -1,14 +1,20 @@
 """Next-token choice: greedy, temperature, top-k, top-p, min-p, repetition penalty.
 
 Each step of the chain is what ``transformers`` calls a logits processor, in its order: repetition
-penalty, temperature, top-k, top-p, min-p. Every request draws from a generator of its own, so its
-tokens do not depend on what else is in the batch.
+penalty, temperature, top-k, top-p, min-p. Every request draws from random numbers of its own, so
+its tokens do not depend on what else is in the batch.
+
+There is no generator: the number that belongs to (the request's key, the token's position, the
+candidate) is computed from these three. ``sample_rows`` serves a row of parameters a request, all
+rows in the same operations, so that it may stand in a captured graph (model/graph.py); ``sample``
+serves requests of one ``SamplingParams``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
 
@@ -37,41 +43,25 @@ class SamplingParams:
                 raise ValueError(f"sampling: {name} must be {expected}, got {getattr(self, name)}")
 
 
-def new_generator(seed: int | None, device: torch.device) -> torch.Generator:
-    """A request's generator: seeded, or from the system's entropy where ``seed`` is None."""
-    generator = torch.Generator(device=device)
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
-    return generator
-
-
 def sample(
     logits: torch.Tensor,
     params: SamplingParams,
     histories: Sequence[Sequence[int]],
-    generators: Sequence[torch.Generator],
+    keys: Sequence[int],
 ) -> list[int]:
     """One token for each sequence.
 
     Args:
         logits: fp32 [B, V].
-        histories: tokens of each sequence so far, prompt included (for the repetition penalty).
-        generators: one a sequence, not used when greedy.
+        histories: tokens of each sequence so far, prompt included.
+        keys: of ``request_key``, one a sequence; not used when greedy.
     """
     if params.repetition_penalty != 1.0:
         logits = logits.clone()
         for row, history in zip(logits, histories, strict=True):
             penalise_repetition(row, history, params.repetition_penalty)
-    if params.temperature == 0:
-        return [int(t) for t in logits.argmax(dim=-1).tolist()]
-    kept = restrict(logits, params)
-    drawn = [
-        torch.multinomial(row.softmax(dim=-1), 1, generator=generator)
-        for row, generator in zip(kept, generators, strict=True)
-    ]
-    return [int(t) for t in torch.cat(drawn).tolist()]
+    rows = alike(params, keys, [len(history) for history in histories], logits.device)
+    return [int(t) for t in sample_rows(logits, rows).tolist()]
 
 
 def penalise_repetition(row: torch.Tensor, history: Sequence[int], penalty: float) -> None:
@@ -99,3 +89,107 @@ def restrict(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
             probs < params.min_p * probs.amax(dim=-1, keepdim=True), -torch.inf
         )
     return scores
+
+
+# ---- a row of parameters a request -------------------------------------------------------------
+
+
+@dataclass
+class SamplingRows:
+    """Parameters of B requests, [B] each. ``any_*`` are known on the host: what all rows leave out
+    is not computed."""
+
+    temperature: torch.Tensor  # fp32; 0: greedy
+    top_k: torch.Tensor  # int64; 0: all
+    top_p: torch.Tensor  # fp32
+    min_p: torch.Tensor  # fp32
+    key: torch.Tensor  # int64, of ``request_key``
+    position: torch.Tensor  # int64, of the token that is drawn
+    any_drawn: bool = True
+    any_narrowed: bool = True
+
+
+def alike(
+    params: SamplingParams, keys: Sequence[int], positions: Sequence[int], device: torch.device
+) -> SamplingRows:
+    """Rows of one ``SamplingParams``."""
+    both = torch.tensor([list(keys), list(positions)]).to(device, non_blocking=True)
+
+    def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((len(keys),), value, dtype=dtype, device=device)
+
+    return SamplingRows(
+        full(params.temperature), full(params.top_k, torch.int64), full(params.top_p),
+        full(params.min_p), both[0], both[1],
+        any_drawn=params.temperature > 0,
+        any_narrowed=params.top_k > 0 or params.top_p < 1 or params.min_p > 0,
+    )  # fmt: skip
+
+
+def request_key(seed: int, sample: int) -> int:
+    """63 bits that look random, of a request's seed and the number of one of its samples."""
+    text = f"{seed} {sample}".encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def sample_rows(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """One token a row: int64 [B] of logits fp32 [B, V]; nothing is read back to the host.
+
+    A token is drawn as the candidate with the largest score - log(-log(1 - u)), u uniform: it has
+    the probability that softmax gives it (Gumbel's trick), and no sum over candidates is rounded.
+    """
+    return draw_scores(logits, rows).argmax(dim=-1)
+
+
+def draw_scores(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """fp32 [B, V]: the candidate with the largest one is taken. Of greedy rows the logits."""
+    if not rows.any_drawn:
+        return logits
+    drawn = rows.temperature > 0
+    scores = logits / torch.where(drawn, rows.temperature, 1.0)[:, None]
+    if rows.any_narrowed:
+        scores = _narrow(scores, rows)
+    # The numbers near 0 decide, and there fp32 is fine; 1 would be infinite.
+    u = uniform(rows.key, rows.position, logits.shape[-1]).clamp_max_(1 - 2.0**-24)
+    noise = torch.log(-torch.log1p(-u))
+    return torch.where(drawn[:, None], scores - noise, logits)
+
+
+def _narrow(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """-inf instead of what top-k, top-p and min-p drop. Of equal scores all stay, or none."""
+    most = scores.shape[-1]
+    ordered = scores.sort(dim=-1, descending=True).values
+    last = torch.where((rows.top_k > 0) & (rows.top_k < most), rows.top_k, most) - 1
+    ordered = ordered.masked_fill(ordered < ordered.gather(1, last[:, None]), -torch.inf)
+    probs = ordered.softmax(dim=-1)
+    # Of what is likelier; a p of 1 keeps all, come what may. CUDA sums one row alone by another
+    # algorithm, whose order varies from run to run.
+    several = probs if len(probs) > 1 else probs.expand(2, -1)
+    before = several.cumsum(dim=-1)[: len(probs)] - probs
+    kept = (before < rows.top_p[:, None]) | (rows.top_p >= 1)[:, None]
+    kept &= (probs >= rows.min_p[:, None] * probs[:, :1]) & (ordered > -torch.inf)
+    kept[:, 0] = True  # the likeliest always stays
+    least = ordered.masked_fill(~kept, torch.inf).amin(dim=-1, keepdim=True)
+    return scores.masked_fill(scores < least, -torch.inf)
+
+
+_LOW = 0xFFFFFFFF
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """A permutation of 32-bit numbers (kept in int64) in which every bit moves every other.
+
+    The constants are those that Wellons and Chisholm's search found ("hash prospector", 2018 on).
+    """
+    x = (x ^ x >> 16) * 0x21F0AAAD & _LOW
+    x = (x ^ x >> 15) * 0x735A2D97 & _LOW
+    return x ^ x >> 15
+
+
+def uniform(key: torch.Tensor, position: torch.Tensor, count: int) -> torch.Tensor:
+    """fp32 [B, count] in (0, 1], the same for the same key, position and column."""
+    row = _mix(_mix(key & _LOW) ^ (position & _LOW))
+    other = _mix(row ^ (key >> 32 & _LOW))
+    column = torch.arange(count, device=key.device) * 0x9E3779B9
+    bits = _mix(_mix((column + row[:, None]) & _LOW) ^ other[:, None])
+    return (bits.float() + 0.5) * 2.0**-32

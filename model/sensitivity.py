@@ -11,7 +11,8 @@ in full precision, whose layers are read, used and dropped one by one:
     energy      largest singular value over the sum of singular values of its weight
 
 A layer with a figure above its threshold is flagged, for ``python -m model.quantize --sensitive``
-to leave it alone. ``lm_head`` and the embedding are not looked at: no scheme quantises them.
+to leave it alone. ``lm_head``, the embedding, routers and experts are not looked at: no scheme
+quantises them.
 ``--target-share`` searches for thresholds instead (15 ways to divide the share among the figures)
 and takes those with the lowest perplexity on held-out text, in w8a8 with flagged layers left alone.
 Both parts cut their text into windows of 1024 tokens.
@@ -26,7 +27,6 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -35,6 +35,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from model.pictures import check_picture, check_place
 
 if TYPE_CHECKING:
     import torch
@@ -425,6 +427,8 @@ def _print(out: Path, found: dict[str, Any], facts: dict[str, Any]) -> None:
                 f"  no choice of {searched['target_share']:.1%} keeps the rise below "
                 f"{searched['most_rise']:.0%}; the file holds the best one"
             )
+    if "experts_left_out" in found:
+        print(f"  {found['experts_left_out']} experts and their routers were not looked at")
     names = [name for name, layer in found["layers"].items() if layer["sensitive"]]
     for name in names[:_SHOWN]:
         layer = found["layers"][name]
@@ -460,13 +464,9 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--target-share must be above 0 and below 1, got {args.target_share}")
     if args.held_out_text is not None and args.target_share is None:
         raise ValueError("--held-out-text has no use without --target-share")
-    for option, path in (("--out", args.out), ("--picture", args.picture)):
-        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
-            raise ValueError(f"{option} must be a file in a folder that is there, got {path}")
-    if args.picture is not None and args.picture.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"--picture must end in .png, .pdf or .svg, got {args.picture}")
-    if args.picture is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--picture needs matplotlib (pip install .[plot]), got none")
+    check_place("--out", args.out)
+    if args.picture is not None:
+        check_picture("--picture", args.picture)
 
 
 def _texts(args: argparse.Namespace, tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -578,6 +578,8 @@ def _find(args: argparse.Namespace) -> dict[str, Any]:
             for name, row in state.figures.items()
         },
     }
+    if checkpoint.config.mixture is not None:
+        found["experts_left_out"] = checkpoint.config.mixture.total
     if searched is not None:
         found["search"] = searched
     with _replacing(args.out) as path:

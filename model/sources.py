@@ -1,4 +1,9 @@
-"""Checkpoint files, safetensors or GGUF, seen alike: tensors under Hugging Face names."""
+"""Checkpoint files, safetensors or GGUF, seen alike: tensors under Hugging Face names.
+
+Experts are seen one by one, as published checkpoints store them (``mlp.experts.7.up_proj.weight``),
+however they lie in the file: transformers 5 may stack all of a layer, gate and up joined, and GGUF
+stacks each of the three. Such a tensor is read piece by piece, so nobody needs memory for it twice.
+"""
 
 from __future__ import annotations
 
@@ -54,15 +59,63 @@ def open_safetensors(folder: Path) -> Source:
     if not files:
         ((path, handle),) = opened.items()
         files = {name: path for name in handle.keys()}  # noqa: SIM118  (not a dict)
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    pieces: dict[str, Piece] = {}
     stored = {path: frozenset(handle.keys()) for path, handle in opened.items()}
     for name, path in files.items():
         if name not in stored[path]:
             raise ValueError(
                 f"{index}: expected tensor {name} in {path.name}, got none of that name there"
             )
-        shapes[name] = tuple(opened[path].get_slice(name).get_shape())
-    return Source(folder, shapes, lambda name: opened[files[name]].get_tensor(name))
+        shape = tuple(opened[path].get_slice(name).get_shape())
+        if name.endswith(_STACKED):
+            found = stacked_experts(folder, name, shape)
+            pieces |= found
+            shapes |= {piece: (p.rows.stop - p.rows.start, shape[2]) for piece, p in found.items()}
+        else:
+            shapes[name] = shape
+
+    def read(name: str) -> torch.Tensor:
+        piece = pieces.get(name)
+        tensor: torch.Tensor
+        if piece is None:
+            tensor = opened[files[name]].get_tensor(name)
+        else:
+            tensor = opened[files[piece.name]].get_slice(piece.name)[piece.expert, piece.rows]
+        return tensor
+
+    return Source(folder, shapes, read)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one expert has of a tensor of all: ``tensor[expert, rows]``."""
+
+    name: str
+    expert: int
+    rows: slice
+
+
+_STACKED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+
+
+def stacked_experts(where: Path, name: str, shape: tuple[int, ...]) -> dict[str, Piece]:
+    """The linear layers of the experts in a tensor as transformers 5 stacks them.
+
+    ``gate_up_proj`` [E, 2 I, H] has the rows of gate_proj before those of up_proj; ``down_proj`` is
+    [E, H, I].
+    """
+    prefix, _, part = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+    if len(shape) != 3 or shape[1] % len(parts):
+        wanted = "[E, 2 I, H]" if len(parts) == 2 else "[E, H, I]"
+        raise ValueError(f"{where}: expected {name} of shape {wanted}, got {list(shape)}")
+    rows = shape[1] // len(parts)
+    return {
+        f"{prefix}.{e}.{part}.weight": Piece(name, e, slice(i * rows, (i + 1) * rows))
+        for e in range(shape[0])
+        for i, part in enumerate(parts)
+    }
 
 
 def _open_file(path: Path):  # type: ignore[no-untyped-def]
@@ -92,6 +145,12 @@ _GGUF_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_GGUF_EXPERTS = {
+    "ffn_gate_exps": "gate_proj",
+    "ffn_up_exps": "up_proj",
+    "ffn_down_exps": "down_proj",
 }
 _GGUF_OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -112,12 +171,27 @@ def hf_name(gguf_name: str) -> str:
 
 def open_gguf(file: GgufFile, config: ModelConfig) -> Source:
     """The tensors of a GGUF file under Hugging Face names and in Hugging Face order."""
-    names = {hf_name(name): name for name in file.tensors}
+    names: dict[str, str] = {}
+    experts: dict[str, int] = {}  # of those that are part of a tensor: which
+    for name, tensor in file.tensors.items():
+        parts = name.split(".")
+        if len(parts) == 4 and parts[2] in _GGUF_EXPERTS and len(tensor.shape) == 3:
+            for e in range(tensor.shape[0]):
+                part = f"model.layers.{parts[1]}.mlp.experts.{e}.{_GGUF_EXPERTS[parts[2]]}.weight"
+                names[part], experts[part] = name, e
+        else:
+            names[hf_name(name)] = name
+    shapes = {
+        name: file.tensors[ours].shape[1:] if name in experts else file.tensors[ours].shape
+        for name, ours in names.items()
+    }
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
 
     def rows(name: str) -> torch.Tensor:
         stored = file.tensors[names[name]]
         found = file.rows(names[name])
+        if name in experts:
+            return found.view(stored.shape[0], -1, found.shape[1])[experts[name]]
         part = name.split(".")[-2]
         if config.model_type != "llama" or part not in heads:
             return found
@@ -129,11 +203,9 @@ def open_gguf(file: GgufFile, config: ModelConfig) -> Source:
         return pairs.transpose(1, 2).reshape(found.shape)
 
     def read(name: str) -> torch.Tensor:
-        stored = file.tensors[names[name]]
-        return dequantised(rows(name), stored.kind).view(stored.shape)
+        return dequantised(rows(name), file.tensors[names[name]].kind).view(shapes[name])
 
     def read_blocks(name: str) -> Blocks | None:
         return blocks(rows(name), file.tensors[names[name]].kind)
 
-    shapes = {name: file.tensors[ours].shape for name, ours in names.items()}
     return Source(file.path, shapes, read, read_blocks)

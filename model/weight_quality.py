@@ -2,9 +2,10 @@
 
     python -m model.weight_quality --model path/to/Qwen3-0.6B --text held_out.txt
 
-A table: bytes of the decoder's linear layers, perplexity, KL divergence from the checkpoint itself
-(nats a token), agreement on the likeliest token, and decoded tokens a second on the CPU. The first
---tokens tokens of the text are cut into windows of --context tokens, each a context of its own.
+A table: bytes of the decoder's linear layers (without experts, which no scheme takes), perplexity,
+KL divergence from the checkpoint itself (nats a token), agreement on the likeliest token, and
+decoded tokens a second on the CPU. The first --tokens tokens of the text are cut into windows of
+--context tokens, each a context of its own.
 Every row is written by ``model.quantize`` into a temporary folder and read back. Rows are computed
 in fp32; the last one shows the 16-bit checkpoint in 16 bits. --sensitive adds a row of w8a8 without
 the layers that ``python -m model.sensitivity`` flagged.

@@ -7,6 +7,7 @@ not finite is refused as it is read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from model.block_matrix import BlockMatrix, Blocks, Matrix
 from model.compressed import Scheme
 from model.config import ModelConfig
 from model.quantized_matrix import Int8Matrix, PackedMatrix, Part, Parts, Weight
-from model.qwen3 import Layer, Linear, Model
+from model.qwen3 import Experts, Layer, Linear, Model
 from model.sources import Source
 from model.threads import cpu_threads
 
@@ -25,6 +26,7 @@ class Parameter:
     """One parameter: the stored tensors stacked along dim 0 and the shape of each."""
 
     sources: tuple[tuple[str, tuple[int, ...]], ...]
+    experts: int = 0  # above 0: it becomes [experts, rows, columns]
 
 
 def layer_table(config: ModelConfig, index: int) -> dict[str, Parameter]:
@@ -38,9 +40,10 @@ def layer_table(config: ModelConfig, index: int) -> dict[str, Parameter]:
             ("self_attn.v_proj", c.kv_size),
         ],
         "o_proj": [("self_attn.o_proj", H)],
-        "gate_up_proj": [("mlp.gate_proj", I), ("mlp.up_proj", I)],
-        "down_proj": [("mlp.down_proj", H)],
     }
+    if not c.is_sparse(index):
+        outputs["gate_up_proj"] = [("mlp.gate_proj", I), ("mlp.up_proj", I)]
+        outputs["down_proj"] = [("mlp.down_proj", H)]
     inputs = {"qkv_proj": H, "o_proj": c.q_size, "gate_up_proj": H, "down_proj": I}
     biased = {
         "qkv_proj": c.qkv_bias,
@@ -64,7 +67,25 @@ def layer_table(config: ModelConfig, index: int) -> dict[str, Parameter]:
     for name, size in norms.items():
         ours = name.removeprefix("self_attn.")
         table[ours] = Parameter(((f"{prefix}{name}.weight", (size,)),))
+    if c.is_sparse(index):
+        table |= _expert_table(config, f"{prefix}mlp.")
     return table
+
+
+def _expert_table(config: ModelConfig, prefix: str) -> dict[str, Parameter]:
+    """Of a layer's experts, each of which is stored by itself; see ``model.sources``."""
+    assert config.mixture is not None
+    E, H, I = config.mixture.num_experts, config.hidden_size, config.mixture.intermediate_size  # noqa: E741
+
+    def stacked(parts: tuple[str, ...], shape: tuple[int, int]) -> Parameter:
+        names = [f"{prefix}experts.{e}.{part}.weight" for e in range(E) for part in parts]
+        return Parameter(tuple((name, shape) for name in names), experts=E)
+
+    return {
+        "experts.router": Parameter(((f"{prefix}gate.weight", (E, H)),)),
+        "experts.gate_up_proj": stacked(("gate_proj", "up_proj"), (I, H)),
+        "experts.down_proj": stacked(("down_proj",), (H, I)),
+    }
 
 
 def outer_table(config: ModelConfig) -> dict[str, Parameter]:
@@ -94,7 +115,11 @@ def load_model(
     check_names(config, source)
 
     def read(table: dict[str, Parameter]) -> dict[str, Weight]:
-        return {name: _read(config, p, source, dtype, device) for name, p in table.items()}
+        return {
+            # Routers and experts are plain tensors, which fused_moe takes.
+            name: _read(config, p, source, dtype, device, not name.startswith("experts."))
+            for name, p in table.items()
+        }
 
     with cpu_threads(1):  # small tensors: threads would wait for each other more than they work
         top = read(outer_table(config))
@@ -104,7 +129,7 @@ def load_model(
         return Model(
             config=config,
             embed_tokens=embed_tokens,
-            layers=[_layer(read(layer_table(config, i))) for i in range(config.num_layers)],
+            layers=[_layer(config, read(layer_table(config, i))) for i in range(config.num_layers)],
             norm=_vector(top["norm"]),
             lm_head=Linear(top.get("lm_head", embed_tokens)),
         )
@@ -116,7 +141,8 @@ def load_layer(
     """One decoder layer, for those who go through a network layer by layer; no matrix in blocks."""
     table = layer_table(config, index)
     with cpu_threads(1):
-        return _layer({n: _read(config, p, source, dtype, device, False) for n, p in table.items()})
+        found = {n: _read(config, p, source, dtype, device, False) for n, p in table.items()}
+        return _layer(config, found)
 
 
 def load_outer(
@@ -128,13 +154,41 @@ def load_outer(
     return _vector(_read(config, parameter, source, dtype, device, False))
 
 
-def _layer(p: dict[str, Weight]) -> Layer:
+def load_experts(
+    config: ModelConfig, source: Source, index: int, *, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The experts of a layer on the CPU, under the names that transformers 5 has when stacked."""
+    table, cpu = layer_table(config, index), torch.device("cpu")
+    names = {part: f"experts.{part}" for part in ("gate_up_proj", "down_proj")}
+    return {
+        f"model.layers.{index}.mlp.experts.{part}": _vector(
+            _read_plain(table[ours], source, dtype, cpu, keep_blocks=False)
+        )
+        for part, ours in names.items()
+    }
+
+
+def _layer(config: ModelConfig, p: dict[str, Weight]) -> Layer:
     def vector(name: str) -> torch.Tensor | None:
         return _vector(p[name]) if name in p else None
 
     def linear(name: str) -> Linear:
         return Linear(p[f"{name}.weight"], vector(f"{name}.bias"))
 
+    mlp: dict[str, Any]
+    if "experts.router" in p:
+        assert config.mixture is not None
+        mixture = config.mixture
+        experts = Experts(
+            router=_vector(p["experts.router"]),
+            gate_up_proj=_vector(p["experts.gate_up_proj"]),
+            down_proj=_vector(p["experts.down_proj"]),
+            top_k=mixture.num_experts_per_tok,
+            renormalize=mixture.norm_topk_prob,
+        )
+        mlp = {"experts": experts}
+    else:
+        mlp = {name: linear(name) for name in ("gate_up_proj", "down_proj")}
     return Layer(
         input_layernorm=_vector(p["input_layernorm"]),
         qkv_proj=linear("qkv_proj"),
@@ -142,13 +196,12 @@ def _layer(p: dict[str, Weight]) -> Layer:
         k_norm=vector("k_norm"),
         o_proj=linear("o_proj"),
         post_attention_layernorm=_vector(p["post_attention_layernorm"]),
-        gate_up_proj=linear("gate_up_proj"),
-        down_proj=linear("down_proj"),
+        **mlp,
     )
 
 
 def _vector(parameter: Weight) -> torch.Tensor:
-    assert isinstance(parameter, torch.Tensor)  # only matrices are quantised
+    assert isinstance(parameter, torch.Tensor)  # only matrices of linear layers are quantised
     return parameter
 
 
@@ -192,7 +245,14 @@ def _scheme(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Scheme | 
     """How a stored tensor is quantised; biases, norms and the embedding never are."""
     if config.quantization is None or len(shape) != 2 or "embed_tokens" in name:
         return None
-    return config.quantization.scheme_of(name.removesuffix(".weight"))
+    layer = name.removesuffix(".weight")
+    scheme = config.quantization.scheme_of(layer)
+    if scheme is not None and (".mlp.experts." in layer or layer.endswith(".mlp.gate")):
+        raise ValueError(
+            "config.json: quantization_config must ignore routers and experts, whose product with "
+            f"quantised weights is not known here, got {scheme.bits} bits for {layer}"
+        )
+    return scheme
 
 
 def _read_quantised(
@@ -296,6 +356,8 @@ def _read_plain(
     rows = sum(shape[0] for _, shape in parameter.sources)
     if len(first) == 1:
         out = torch.empty(rows, dtype=dtype, device=device)
+    elif parameter.experts:
+        out = torch.empty(rows, first[1], dtype=dtype, device=device)
     else:
         out = empty_matrix(rows, first[1], dtype, device)
     row = 0
@@ -309,7 +371,7 @@ def _read_plain(
         check_finite(source, name, part)
         out[row : row + shape[0]].copy_(part)
         row += shape[0]
-    return out
+    return out.view(parameter.experts, -1, first[1]) if parameter.experts else out
 
 
 def _read_blocks(parameter: Parameter, source: Source) -> BlockMatrix | None:

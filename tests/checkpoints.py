@@ -72,6 +72,32 @@ OTHERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# With experts; tests/test_moe_model.py runs through them.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": dict(
+        hidden_size=72, num_attention_heads=6, num_key_value_heads=2, head_dim=20,
+        num_experts=5, num_experts_per_tok=2, moe_intermediate_size=28, norm_topk_prob=True,
+        tie_word_embeddings=False,
+    ),
+    "qwen3_moe-every-other": dict(  # and no head_dim: hidden_size / heads
+        hidden_size=48, num_attention_heads=4, num_key_value_heads=2, attention_bias=True,
+        intermediate_size=96, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=20,
+        norm_topk_prob=False, decoder_sparse_step=2, tie_word_embeddings=True,
+    ),
+    "qwen3_moe-dense-first": dict(
+        hidden_size=40, num_attention_heads=3, num_key_value_heads=1, head_dim=16,
+        num_experts=4, num_experts_per_tok=4, moe_intermediate_size=12, norm_topk_prob=True,
+        mlp_only_layers=[0], tie_word_embeddings=True,
+    ),
+    "qwen3_moe-one-of-three": dict(
+        hidden_size=32, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        num_experts=3, num_experts_per_tok=1, moe_intermediate_size=8, norm_topk_prob=False,
+        tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+
+
+ALL = FAMILIES | OTHERS | EXPERTS
 _FOLDERS = tempfile.TemporaryDirectory(prefix="tkernels-tests-")
 
 
@@ -94,7 +120,7 @@ def make_hf(name: str) -> Any:
         "pad_token_id": None, "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }  # fmt: skip
-    config = AutoConfig.for_model(name.split("-")[0], **(fields | (FAMILIES | OTHERS)[name]))
+    config = AutoConfig.for_model(name.split("-")[0], **(fields | ALL[name]))
     torch.manual_seed(len(name))
     hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

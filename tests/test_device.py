@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import concurrent.futures
+import importlib.util
 import os
 import subprocess
 import sys
@@ -126,13 +128,51 @@ def test_accelerator_calls_on_the_cpu() -> None:
     words = "tkernels: expected an accelerator for this call, got the CPU"
     with pytest.raises(UnsupportedError, match=words):
         device.new_graph()
-    with pytest.raises(UnsupportedError, match=words):
-        device.timing_event()
+    for call in (
+        device.timing_event, device.event, device.graph_pool, device.memory_free,
+        lambda: device.pinned(1),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedError, match=words):
+            call()
     graph = object()
     with pytest.raises(UnsupportedError, match=words), device.capture(graph):
         pytest.fail("the block ran")
     device.synchronize()  # nothing to wait for, and no error
     assert device.l2_bytes() == 0
+
+
+# What torch.npu exports of that which tkernels/device.py takes from it: __all__ of
+# torch_npu/npu/__init__.py in the wheel torch-npu 2.14.0.
+NPU_NAMES = {
+    "Event", "NPUGraph", "current_device", "device_count", "empty_cache", "get_device_name",
+    "get_device_properties", "graph", "graph_pool_handle", "is_available", "max_memory_allocated",
+    "mem_get_info", "reset_peak_memory_stats", "synchronize",
+}  # fmt: skip
+
+
+def asked_of_the_backend(path: Path) -> set[str]:
+    """Names behind ``_backend()``, ``backend`` and ``torch.npu`` in a file."""
+    tree = ast.parse(path.read_text())
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) in ("_backend()", "backend", "torch.npu")
+    }
+
+
+def test_names_of_torch_npu_exist() -> None:
+    asked = asked_of_the_backend(Path(device.__file__)) - {"CUDAGraph"}
+    assert asked == NPU_NAMES, "look new names up in the wheel's sources, and add them above"
+    spec = importlib.util.find_spec("torch_npu")
+    if spec is not None and spec.submodule_search_locations:
+        source = Path(spec.submodule_search_locations[0]) / "npu" / "__init__.py"
+        exported = next(
+            ast.literal_eval(node.value)
+            for node in ast.parse(source.read_text()).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        )
+        assert set(exported) >= NPU_NAMES
 
 
 @pytest.mark.gpu

