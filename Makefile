@@ -7,7 +7,7 @@ SHELL := bash
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PROMPT ?= Explain in two sentences why the sky is blue.
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 -m "not slow"
 BENCH_ARGS ?=
 ASCEND_ARGS ?=
 
@@ -29,7 +29,7 @@ help:  ## list the commands
 demo: $(VENV)/.demo-ready  ## stream a reply from SmolLM2-135M-Instruct (PROMPT="...")
 	@$(RUN) -m model.generate --prompt "$$PROMPT"
 
-test: $(VENV)/.dev-ready  ## run the test suite (PYTEST_ARGS="-k rope", TORCH=torch==2.11.0)
+test: $(VENV)/.dev-ready  ## run the test suite but its slow tests (PYTEST_ARGS="-n 2" runs all)
 	@$(RUN) -m pytest --ignore=tests/ascend $(PYTEST_ARGS)
 
 test-ascend: $(VENV)/.dev-ready  ## check every kernel with triton-ascend and Huawei's compiler (ASCEND_ARGS, no NPU)
