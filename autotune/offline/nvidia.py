@@ -255,7 +255,7 @@ def estimate(spec: KernelSpec, problem: Problem, config: Config) -> Answer:
         "spill_bytes": max(c.program.spill_bytes for c in compiled),
         "shared_bytes": max(c.need.shared_bytes for c in compiled),
         "occupancy": resident,
-        "waves": round(math.prod(launches[0].grid) / (resident * H100.cores), 3),
+        "waves": round(math.prod(launches[0].grid) / (resident * H100.cores), 6),
         "bound": deciding(bounds),
         "model": MODEL,
         **compilers(),

@@ -47,7 +47,7 @@ class Work:
 
 
 # Their loops have lengths that nothing here counts yet: no estimate is better than a wrong one.
-UNCOUNTED = ("masked_gemm", "paged_attn_quantized", "w4a16_gemm")
+UNCOUNTED = ("masked_gemm", "moe_gemm", "paged_attn_quantized", "w4a16_gemm")
 
 
 def of_launch(kernel: str, problem: Problem, launch: Launch) -> Work:
