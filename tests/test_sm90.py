@@ -33,7 +33,12 @@ print(json.dumps(found))
 # What Hopper's bodies put away between tiles, outside the loop over keys or columns.
 SPILLS = {
     "paged_attn/chunk-2048-ctx8192-32/8x128-bf16": 160,
-    "moe_gemm/down-4096-w8a8-bf16": 64,
+    # 16 bytes, or none, by the compiler's version.
+    **{
+        f"moe_gemm/{product}-4096-{kind}bf16": 64
+        for product in ("gate_up", "down")
+        for kind in ("", "w8a8-", "zipf-")
+    },
 }
 
 
