@@ -55,7 +55,7 @@ class Overhead:
 def measure(spec: KernelSpec, case: Case, *, calls: int = 2000) -> Overhead:
     """Time about ``calls`` public calls of ``spec`` on ``case`` against as many bare launches."""
     real = device.current().arch != "interpret"
-    public = _public_call(spec, case)
+    public = public_call(spec, case)
     public()  # compiles
     launches = recorded_launches(public)
     if not launches:
@@ -76,7 +76,7 @@ def measure(spec: KernelSpec, case: Case, *, calls: int = 2000) -> Overhead:
     )
 
 
-def _public_call(spec: KernelSpec, case: Case) -> Call:
+def public_call(spec: KernelSpec, case: Case) -> Call:
     """The public function bound to inputs and preallocated outputs, as a model calls it."""
     inputs = spec.make_inputs(case.problem, device.tensor_device())
     results = testing.tensors_of(spec.reference(**testing.clone_inputs(inputs)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -20,7 +21,11 @@ import pytest
 import torch
 
 import tkernels  # before triton: it switches the interpreter on where there is no accelerator
+from tests.interpreter_speed import make_faster
 from tkernels import device
+
+if device.current().arch == "interpret" and importlib.util.find_spec("triton"):
+    make_faster()
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
