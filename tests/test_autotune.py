@@ -248,6 +248,7 @@ def test_resume_goes_on_with_the_same_part_of_the_space(
     assert len(store.all_studies(store.open_storage(None))) == 1
 
 
+@pytest.mark.slow
 @on_interpreter
 def test_resume_finishes_all_that_was_asked_for_on_all_architectures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -268,6 +269,7 @@ def test_resume_finishes_all_that_was_asked_for_on_all_architectures(
     assert "found no accelerator" not in said
 
 
+@pytest.mark.slow
 @on_interpreter
 def test_a_larger_search_is_interrupted_for_all_its_problems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -434,6 +436,7 @@ def test_tunes_a_kernel_and_the_lookup_finds_it(
         config.reload()
 
 
+@pytest.mark.slow
 @on_interpreter
 def test_a_part_of_the_space_is_a_search_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

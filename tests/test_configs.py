@@ -19,7 +19,7 @@ SPECS = list(all_kernels().values())
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 DEVICES = [device.sm_facts(90), device.sm_facts(80), device.sm_facts(120), device.ascend_facts()]
 # On a GPU each config is compiled, which workers can do side by side: 10 draws of 20.
-DRAWS, SAMPLES = (10, 20) if device.KIND == "cuda" else (1, 12)
+DRAWS, SAMPLES = (10, 20) if device.KIND == "cuda" else (1, 6)
 
 
 def sample(spec: KernelSpec, problem: Problem, dev: device.Device, rng: random.Random) -> Config:

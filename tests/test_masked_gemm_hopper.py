@@ -101,6 +101,7 @@ def compiled() -> dict[tuple[str, bool], dict[str, Any]]:
     return {(path, high_weight): found for path, high_weight, found in rows}
 
 
+@pytest.mark.slow
 def test_multiplies_ahead_and_spills_nothing(
     compiled: dict[tuple[str, bool], dict[str, Any]],
 ) -> None:

@@ -240,6 +240,7 @@ def compiled() -> dict[tuple[bool, bool], dict[str, Any]]:
     return {(first, int8): found for first, int8, found in rows}
 
 
+@pytest.mark.slow
 def test_multiplies_main_rows_and_tails(compiled: dict[tuple[bool, bool], dict[str, Any]]) -> None:
     """128 rows of x and 16 stand where an instruction takes any number; rows of tokens alone are
     gathered."""

@@ -149,7 +149,7 @@ def test_programs_share_tiles_as_a_grid_stride_loop_deals_them() -> None:
 # ---- real programs -----------------------------------------------------------------------------
 
 CHILD = """
-import dataclasses, importlib, json
+import collections, dataclasses, importlib, json
 from autotune.offline import nvidia as nvidia_model
 from tkernels import device, offline
 from tkernels.registry import all_kernels
@@ -174,10 +174,14 @@ def at(spec, case_name, config):
     return nvidia_model.estimate(spec, case.problem, config)
 
 rows = json.load(open("bench/results/sm90.json"))["rows"]
+asked = collections.Counter()  # a few of each kernel: a compilation takes its time
 for row in rows:
     spec = all_kernels().get(row["kernel"])
     known = spec is not None and any(case.name == row["case"] for case in spec.cases)
     if row["provider"] == "tkernels" and row["cache"] == "cold" and known:
+        asked[row["kernel"]] += 1
+        if asked[row["kernel"]] > 2:
+            continue
         answer = at(spec, row["case"], row["config"])
         if answer.ok:
             found["measured"].append([answer.ms, row["ms"]])

@@ -68,7 +68,7 @@ def test_guarded_strided(spec: KernelSpec, case: Case, dev: torch.device) -> Non
         g.check(f"{spec.name}: {name}")
 
 
-@each_case
+@pytest.mark.parametrize(("spec", "case"), TESTED[:: 3 if device.KIND == "cpu" else 1])
 def test_same_bits_again(spec: KernelSpec, case: Case, dev: torch.device) -> None:
     inputs = spec.make_inputs(case.problem, dev)
     first, second = (clone_inputs(inputs) for _ in range(2))
@@ -222,12 +222,14 @@ def test_unaligned_after_aligned(spec: KernelSpec, dev: torch.device) -> None:
     plain = spec.make_inputs(case.problem, dev)
     run(spec, clone_inputs(plain))
     run(spec, clone_inputs(plain))
-    for name, value in plain.items():
-        if isinstance(value, torch.Tensor):
-            inputs = {**clone_inputs(plain), name: shifted(value)}
-            assert inputs[name].data_ptr() % 16
-            assert inputs[name].stride() == value.stride()
-            assert_right(spec, plain, run(spec, inputs))
+    names = [name for name, value in plain.items() if isinstance(value, torch.Tensor)]
+    if device.KIND == "cpu":  # nothing is compiled there: only the plan may be a wrong one
+        names = names[:: max(1, len(names) // 3)]
+    for name in names:
+        inputs = {**clone_inputs(plain), name: shifted(plain[name])}
+        assert inputs[name].data_ptr() % 16
+        assert inputs[name].stride() == plain[name].stride()
+        assert_right(spec, plain, run(spec, inputs))
     inputs = clone_inputs(plain)
     assert_right(spec, plain, run(spec, inputs))
 

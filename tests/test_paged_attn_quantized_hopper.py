@@ -135,6 +135,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_compiled_for_sm90() -> None:
     env = {**os.environ, "TKERNELS_DEVICE": "compile:sm90", "PYTHONPATH": str(ROOT)}
     env.pop("TRITON_INTERPRET", None)

@@ -279,7 +279,7 @@ def test_bfloat16(dev: torch.device) -> None:
 # ---- torch.compile -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("with_mask", [False, True])
 @torch.no_grad()
 def test_compiled_prompt(kind: str, with_mask: bool, dev: torch.device) -> None:
@@ -311,7 +311,7 @@ def test_compiled_for_any_length(dev: torch.device) -> None:
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_compiled_decode_with_static_cache(kind: str, dev: torch.device) -> None:
     """A graph of one step, replayed for the tokens after the prompt."""

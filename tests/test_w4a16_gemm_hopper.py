@@ -215,6 +215,7 @@ COMPILED: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 def test_compiled_for_sm90() -> None:
     found = json.loads(lines_of(CHILD, given=json.dumps([BASE, COMPILED]))[-1])
     assert len(found) == len(COMPILED)

@@ -31,8 +31,12 @@ collect_ignore_glob = ["*.py"] if WHY_NOT else []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--update-table`` rewrites tests/ascend/table.json from what the compiler says now."""
+    """``--update-table`` rewrites tests/ascend/table.json from what the compiler says now, and
+    ``--ask-again`` compares all of it."""
     parser.addoption("--update-table", action="store_true", help="rewrite tests/ascend/table.json")
+    parser.addoption(
+        "--ask-again", action="store_true", help="ask the compiler also about what the table knows"
+    )
 
 
 def pytest_configure() -> None:

@@ -237,6 +237,7 @@ def compiled() -> dict[str, dict[str, int]]:
     return dict(zip(COMPILED, lines, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_portable_body_on_sm90(name: str, compiled: dict[str, dict[str, int]]) -> None:
     """No thread spills a register, and shared memory is no more than legality counts."""

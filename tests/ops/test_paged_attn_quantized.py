@@ -30,6 +30,7 @@ from tkernels.testing import assert_close, assert_right, clone_inputs, guarded, 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 QUANTISED = MODES[1:]
+SLOW_THERE = pytest.mark.slow if device.KIND == "cpu" else ()
 WITH_RESIDUALS = ("int8_fp4", "int8_static_fp4")
 NOBODY = 2**31 - 1  # a block number that no pool has
 BLOCK = 16
@@ -204,7 +205,11 @@ def assert_same_bits(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> No
 
 
 @pytest.mark.parametrize("q_lens", [None, (5, 0, 7)], ids=["decode", "chunk"])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(FP32, marks=SLOW_THERE), BF16, pytest.param(FP16, marks=SLOW_THERE)],
+    ids=str,
+)
 @pytest.mark.parametrize("mode", QUANTISED)
 def test_what_was_appended_is_attended_to(
     mode: str, dtype: torch.dtype, q_lens: Any, dev: torch.device

@@ -175,6 +175,7 @@ print(subprocess.run([tool, "-sass", given + "/x.cubin"], capture_output=True, t
 """
 
 
+@pytest.mark.slow
 def test_bytes_are_not_converted_from_sums(tmp_path: Path) -> None:
     """ptxas 12.8, which Triton 3.6 has, took the low byte of a sum for a saturating conversion
     where each byte is stored alone; newer ones do not."""

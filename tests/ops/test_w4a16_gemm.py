@@ -53,6 +53,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "persistent": {**SMALL, "variant": "turned", "BLOCK_M": 8, "BLOCK_K": 128,
                    "programs_per_core": 1},
 }  # fmt: skip
+SLOW_THERE = pytest.mark.slow if INTERPRETED else ()
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
@@ -74,7 +75,9 @@ def exact_inputs(dev: torch.device, *, group: int = 128, **more: Any) -> dict[st
 @pytest.mark.parametrize(
     ("zero", "dtype"), [(False, torch.bfloat16), (True, torch.float16)], ids=["bf16", "zeros-fp16"]
 )
-@pytest.mark.parametrize("group", [32, 128, 256, K])
+@pytest.mark.parametrize(
+    "group", [pytest.param(32, marks=SLOW_THERE), 128, pytest.param(256, marks=SLOW_THERE), K]
+)
 def test_exact_sums_are_exact(
     way: dict[str, Any], zero: bool, group: int, dtype: torch.dtype, dev: torch.device
 ) -> None:
@@ -159,7 +162,9 @@ def test_scales_at_an_odd_address(way: dict[str, Any], dev: torch.device) -> Non
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy, in the interpreter
 @each_way
-@pytest.mark.parametrize(("value", "group"), [(math.nan, 32), (math.inf, 128)])
+@pytest.mark.parametrize(
+    ("value", "group"), [pytest.param(math.nan, 32, marks=SLOW_THERE), (math.inf, 128)]
+)
 def test_bad_activations_spoil_their_row_alone(
     way: dict[str, Any], value: float, group: int, dev: torch.device
 ) -> None:
