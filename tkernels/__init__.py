@@ -15,6 +15,7 @@ from tkernels.ops.append_paged_kv import append_paged_kv
 from tkernels.ops.flash_attn import flash_attn
 from tkernels.ops.fp4_dequant import fp4_dequant
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
+from tkernels.ops.fused_add_rms_norm_linear import fused_add_rms_norm_linear
 from tkernels.ops.fused_add_rms_norm_quantized import fused_add_rms_norm_quantized
 from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope
 from tkernels.ops.masked_gemm import masked_gemm
@@ -30,6 +31,7 @@ from tkernels.ops.rms_norm import rms_norm
 from tkernels.ops.rope import rope
 from tkernels.ops.silu_and_mul import silu_and_mul
 from tkernels.ops.silu_and_mul_quantized import silu_and_mul_quantized
+from tkernels.ops.skinny_linear import skinny_linear
 from tkernels.ops.w4a16_gemm import w4a16_gemm
 from tkernels.ops.watch_activations import watch_activations
 from tkernels.quantized import append_quantized_kv, paged_attn_quantized
@@ -55,6 +57,7 @@ __all__ = [
     "force_config",
     "fp4_dequant",
     "fused_add_rms_norm",
+    "fused_add_rms_norm_linear",
     "fused_add_rms_norm_quantized",
     "fused_moe",
     "fused_qk_norm_rope",
@@ -75,6 +78,7 @@ __all__ = [
     "rope",
     "silu_and_mul",
     "silu_and_mul_quantized",
+    "skinny_linear",
     "unpack_zero_points",
     "w4a16_gemm",
     "watch_activations",

@@ -9,6 +9,9 @@ from tkernels.ops.append_paged_kv import append_paged_kv_ref as append_paged_kv
 from tkernels.ops.flash_attn import flash_attn_ref as flash_attn
 from tkernels.ops.fp4_dequant import fp4_dequant_ref as fp4_dequant
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm_ref as fused_add_rms_norm
+from tkernels.ops.fused_add_rms_norm_linear import (
+    fused_add_rms_norm_linear_ref as fused_add_rms_norm_linear,
+)
 from tkernels.ops.fused_add_rms_norm_quantized import (
     fused_add_rms_norm_quantized_ref as fused_add_rms_norm_quantized,
 )
@@ -30,6 +33,7 @@ from tkernels.ops.silu_and_mul import silu_and_mul_ref as silu_and_mul
 from tkernels.ops.silu_and_mul_quantized import (
     silu_and_mul_quantized_ref as silu_and_mul_quantized,
 )
+from tkernels.ops.skinny_linear import skinny_linear_ref as skinny_linear
 from tkernels.ops.w4a16_gemm import w4a16_gemm_ref as w4a16_gemm
 from tkernels.ops.watch_activations import watch_activations_ref as watch_activations
 from tkernels.quantized import append_quantized_kv_ref as append_quantized_kv
@@ -41,6 +45,7 @@ __all__ = [
     "flash_attn",
     "fp4_dequant",
     "fused_add_rms_norm",
+    "fused_add_rms_norm_linear",
     "fused_add_rms_norm_quantized",
     "fused_moe",
     "fused_qk_norm_rope",
@@ -58,6 +63,7 @@ __all__ = [
     "rope",
     "silu_and_mul",
     "silu_and_mul_quantized",
+    "skinny_linear",
     "w4a16_gemm",
     "watch_activations",
 ]
