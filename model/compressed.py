@@ -35,6 +35,12 @@ class Scheme:
     group: int | None  # inputs that share a scale; None: all of a row
     quantized_activations: bool  # in int8, a scale a token, made as the network runs
 
+    @property
+    def words(self) -> str:
+        """Such as "W4A16 in groups of 128"."""
+        groups = "" if self.group is None else f" in groups of {self.group}"
+        return f"W{self.bits}A{8 if self.quantized_activations else 16}{groups}"
+
     def tensors(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         """Names (below that of the layer) and shapes of what is stored for a weight ``shape``."""
         n, k = shape

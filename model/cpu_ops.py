@@ -98,9 +98,12 @@ def fused_moe(
     *,
     top_k: int,
     renormalize: bool = True,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    high: bool = False,
     topk_ids_out: Tensor | None = None,
 ) -> Tensor:
-    """As ``tkernels.fused_moe``; products in the weights' own dtype, of chosen experts alone.
+    """As ``tkernels.fused_moe``; products of chosen experts alone, rounded to x's dtype.
 
     Rows are sorted by their experts and gathered, multiplied and added to their tokens' sums
     ``_ROWS_AT_ONCE`` at a time: of all rows at once only a few numbers each are kept.
@@ -119,13 +122,27 @@ def fused_moe(
         spans = _spans(chosen[piece].tolist())
         rows = x[tokens[piece]]
         both = x.new_empty(len(rows), gate_up_weight.shape[1])
-        for expert, begin, end in spans:
-            torch.mm(rows[begin:end], gate_up_weight[expert].t(), out=both[begin:end])
-        h = silu_and_mul(both)
-        for expert, begin, end in spans:
-            torch.mm(h[begin:end], down_weight[expert].t(), out=rows[begin:end])
+        _multiply(rows, spans, gate_up_weight, gate_up_scale, high, both)
+        _multiply(silu_and_mul(both), spans, down_weight, down_scale, high, rows)
         out.index_add_(0, tokens[piece], rows * weights[piece])
     return out.to(x.dtype)
+
+
+def _multiply(
+    x: Tensor,
+    spans: list[tuple[int, int, int]],
+    weight: Tensor,
+    scale: Tensor | None,
+    high: bool,
+    out: Tensor,
+) -> None:
+    """Rows x[begin:end] of each expert times its weight, into the same rows of ``out``."""
+    for expert, begin, end in spans:
+        rows, into = x[begin:end], out[begin:end]
+        if scale is None:
+            torch.mm(rows, weight[expert].t(), out=into)
+        else:
+            into.copy_(masked_gemm(rows, weight[expert], scale[expert], high=high))
 
 
 def _spans(values: list[int]) -> list[tuple[int, int, int]]:

@@ -6,6 +6,8 @@ multiply by that mask, so a verdict holds from the next step on, for all layers 
 of that request, and for no other request. Nothing here waits for the device.
 
 The layers' ``ops`` are wrapped for a step (``Watch.step``): the network itself knows nothing of it.
+Networks with experts are refused: a bit of the mask stands for a request, one of ``fused_moe``'s
+for an expert, and no ``silu_and_mul`` of experts is there to be watched.
 """
 
 from __future__ import annotations

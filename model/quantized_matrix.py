@@ -1,4 +1,4 @@
-"""Weights of linear layers as integers, multiplied as such.
+"""Weights of linear layers and of experts as integers, multiplied as such.
 
 ``ops`` is the namespace whose kernels multiply: ``tkernels``, its reference, or ``model.cpu_ops``.
 """
@@ -33,6 +33,19 @@ class Int8Matrix:
         high = not self.quantized_activations
         y: torch.Tensor = ops.masked_gemm(x, self.codes, self.scale, bias=bias, high=high)
         return y
+
+
+@dataclass(frozen=True)
+class Int8Experts:
+    """[E, N, K], a matrix an expert: weight[e, n, k] = codes[e, n, k] * scale[e, n]."""
+
+    codes: torch.Tensor  # int8 [E, N, K]
+    scale: torch.Tensor  # fp32 [E, N]
+    quantized_activations: bool  # W8A8, or W8A16
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from model.block_matrix import Matrix
 from model.config import ModelConfig
 from model.kv_cache import AttnMetadata, KVCache, SdpaIndices
-from model.quantized_matrix import Weight, product
+from model.quantized_matrix import Int8Experts, Weight, product
 from tkernels.kv_format import QuantizedKV, read_positions
 
 Tensor = torch.Tensor
@@ -40,23 +40,34 @@ class Linear:
 
 @dataclass
 class Experts:
-    """The MLPs of a sparse layer: ``router`` picks ``top_k`` of E for each token."""
+    """The MLPs of a sparse layer: ``router`` picks ``top_k`` of E for each token.
+
+    Where both projections are int8, both are W8A8 or both W8A16.
+    """
 
     router: Tensor  # [E, H]
-    gate_up_proj: Tensor  # [E, 2 I, H]: gate_proj | up_proj of each expert
-    down_proj: Tensor  # [E, H, I]
+    gate_up_proj: Tensor | Int8Experts  # [E, 2 I, H]: gate_proj | up_proj of each expert
+    down_proj: Tensor | Int8Experts  # [E, H, I]
     top_k: int
     renormalize: bool  # the weights of a token's experts add up to 1
 
     def __call__(self, x: Tensor, ops: Any) -> Tensor:
         """[T, H] -> [T, H]."""
+        int8: dict[str, Any] = {}
+        weights = []
+        for name in ("gate_up", "down"):
+            weight = getattr(self, f"{name}_proj")
+            if isinstance(weight, Int8Experts):
+                int8 |= {f"{name}_scale": weight.scale, "high": not weight.quantized_activations}
+                weight = weight.codes
+            weights.append(weight)
         y: Tensor = ops.fused_moe(
             x,
             F.linear(x, self.router),
-            self.gate_up_proj,
-            self.down_proj,
+            *weights,
             top_k=self.top_k,
             renormalize=self.renormalize,
+            **int8,
         )
         return y
 

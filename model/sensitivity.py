@@ -11,8 +11,8 @@ in full precision, whose layers are read, used and dropped one by one:
     energy      largest singular value over the sum of singular values of its weight
 
 A layer with a figure above its threshold is flagged, for ``python -m model.quantize --sensitive``
-to leave it alone. ``lm_head``, the embedding, routers and experts are not looked at: no scheme
-quantises them.
+to leave it alone. ``lm_head``, the embedding, routers and experts are not looked at; of these that
+command takes experts, unless the file is made to name them.
 ``--target-share`` searches for thresholds instead (15 ways to divide the share among the figures)
 and takes those with the lowest perplexity on held-out text, in w8a8 with flagged layers left alone.
 Both parts cut their text into windows of 1024 tokens.

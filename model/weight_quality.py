@@ -2,10 +2,10 @@
 
     python -m model.weight_quality --model path/to/Qwen3-0.6B --text held_out.txt
 
-A table: bytes of the decoder's linear layers (without experts, which no scheme takes), perplexity,
-KL divergence from the checkpoint itself (nats a token), agreement on the likeliest token, and
-decoded tokens a second on the CPU. The first --tokens tokens of the text are cut into windows of
---context tokens, each a context of its own.
+A table: bytes of the decoder's linear layers, routers and experts, perplexity, KL divergence from
+the checkpoint itself (nats a token), agreement on the likeliest token, and decoded tokens a second
+on the CPU. The first --tokens tokens of the text are cut into windows of --context tokens, each a
+context of its own.
 Every row is written by ``model.quantize`` into a temporary folder and read back. Rows are computed
 in fp32; the last one shows the 16-bit checkpoint in 16 bits. --sensitive adds a row of w8a8 without
 the layers that ``python -m model.sensitivity`` flagged.
@@ -38,7 +38,7 @@ class Row:
 
     name: str
     model: Model
-    linear_bytes: int
+    linear_bytes: int  # of routers and experts too
     kept: int  # linear layers that are not quantised
     loss: float = 0.0  # sums over predicted tokens; kl over all of them
     kl: float = 0.0
@@ -58,7 +58,9 @@ def make_rows(
     import torch
 
     from model.checkpoint import open_checkpoint
-    from model.quantize import make_plan, smoothing_factors, write_folder
+    from model.quantize_plan import make_plan
+    from model.quantize_write import write_folder
+    from model.smooth import smoothing_factors
     from model.weights import load_model
 
     nothing: set[str] = set()
@@ -85,7 +87,8 @@ def make_rows(
         for dtype in dtypes:
             model = load_model(found.config, found.source, dtype=dtype, device=cpu)
             shown = name if dtype == torch.float32 else f"{name}, in bfloat16"
-            rows.append(Row(shown, model, counts["linear_bytes"], len(plan.kept) if scheme else 0))
+            size = counts["linear_bytes"] + counts["expert_bytes"]
+            rows.append(Row(shown, model, size, len(plan.kept) if scheme else 0))
     rows.append(rows.pop(1))
     return rows
 
@@ -201,8 +204,9 @@ def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     from model.checkpoint import default_path, open_checkpoint
     from model.perplexity import read_text
-    from model.quantize import activation_maxima, read_sensitive
+    from model.quantize_plan import read_sensitive
     from model.runner import operations
+    from model.smooth import activation_maxima
     from model.tokenizer import encode
     from model.weights import load_model
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from model import block_matrix, compressed
-from model.block_matrix import BlockMatrix, Blocks, Matrix
+from model import block_matrix
+from model.block_matrix import BlockMatrix, Matrix
 from model.compressed import Scheme
 from model.config import ModelConfig
-from model.quantized_matrix import Int8Matrix, PackedMatrix, Part, Parts, Weight
+from model.quantized_matrix import Int8Experts, Part, Parts, Weight
+from model.quantized_weights import read_experts, read_matrix
 from model.qwen3 import Experts, Layer, Linear, Model
 from model.sources import Source
 from model.threads import cpu_threads
@@ -27,6 +28,9 @@ class Parameter:
 
     sources: tuple[tuple[str, tuple[int, ...]], ...]
     experts: int = 0  # above 0: it becomes [experts, rows, columns]
+
+
+Found = Weight | Int8Experts  # what a parameter becomes
 
 
 def layer_table(config: ModelConfig, index: int) -> dict[str, Parameter]:
@@ -110,13 +114,14 @@ def load_model(
 
     Raises:
         ValueError: a tensor is missing, unexpected, of a wrong shape or not finite; a scale is not
-            above 0; a file is missing or truncated; config and file disagree about tied embeddings.
+            above 0; a router is quantised, or experts are in a way that ``fused_moe`` does not
+            take; a file is missing or truncated; config and file disagree about tied embeddings.
     """
     check_names(config, source)
 
-    def read(table: dict[str, Parameter]) -> dict[str, Weight]:
+    def read(table: dict[str, Parameter]) -> dict[str, Found]:
         return {
-            # Routers and experts are plain tensors, which fused_moe takes.
+            # Routers and experts are not in blocks, which fused_moe does not take.
             name: _read(config, p, source, dtype, device, not name.startswith("experts."))
             for name, p in table.items()
         }
@@ -131,7 +136,7 @@ def load_model(
             embed_tokens=embed_tokens,
             layers=[_layer(config, read(layer_table(config, i))) for i in range(config.num_layers)],
             norm=_vector(top["norm"]),
-            lm_head=Linear(top.get("lm_head", embed_tokens)),
+            lm_head=Linear(_weight(top.get("lm_head", embed_tokens))),
         )
 
 
@@ -168,12 +173,12 @@ def load_experts(
     }
 
 
-def _layer(config: ModelConfig, p: dict[str, Weight]) -> Layer:
+def _layer(config: ModelConfig, p: dict[str, Found]) -> Layer:
     def vector(name: str) -> torch.Tensor | None:
         return _vector(p[name]) if name in p else None
 
     def linear(name: str) -> Linear:
-        return Linear(p[f"{name}.weight"], vector(f"{name}.bias"))
+        return Linear(_weight(p[f"{name}.weight"]), vector(f"{name}.bias"))
 
     mlp: dict[str, Any]
     if "experts.router" in p:
@@ -181,8 +186,8 @@ def _layer(config: ModelConfig, p: dict[str, Weight]) -> Layer:
         mixture = config.mixture
         experts = Experts(
             router=_vector(p["experts.router"]),
-            gate_up_proj=_vector(p["experts.gate_up_proj"]),
-            down_proj=_vector(p["experts.down_proj"]),
+            gate_up_proj=_stack(p["experts.gate_up_proj"]),
+            down_proj=_stack(p["experts.down_proj"]),
             top_k=mixture.num_experts_per_tok,
             renormalize=mixture.norm_topk_prob,
         )
@@ -200,8 +205,18 @@ def _layer(config: ModelConfig, p: dict[str, Weight]) -> Layer:
     )
 
 
-def _vector(parameter: Weight) -> torch.Tensor:
-    assert isinstance(parameter, torch.Tensor)  # only matrices of linear layers are quantised
+def _vector(parameter: Found) -> torch.Tensor:
+    assert isinstance(parameter, torch.Tensor)  # matrices of linear layers alone are quantised
+    return parameter
+
+
+def _weight(parameter: Found) -> Weight:
+    assert not isinstance(parameter, Int8Experts)
+    return parameter
+
+
+def _stack(parameter: Found) -> torch.Tensor | Int8Experts:
+    assert isinstance(parameter, torch.Tensor | Int8Experts)
     return parameter
 
 
@@ -226,113 +241,74 @@ def _read(
     dtype: torch.dtype,
     device: torch.device,
     keep_blocks: bool = True,
-) -> Weight:
+) -> Found:
     """The stored tensors of one parameter, stacked, converted and moved."""
 
     def read(part: Parameter, scheme: Scheme | None) -> Part:
         if scheme is None:
             return _read_plain(part, source, dtype, device, keep_blocks)
-        return _read_quantised(part, scheme, source, dtype, device)
+        return read_matrix(part.sources, scheme, source, dtype, device)
 
-    schemes = [_scheme(config, name, shape) for name, shape in parameter.sources]
+    schemes = [_scheme(config, source, name, shape) for name, shape in parameter.sources]
+    quantised = [scheme for scheme in schemes if scheme is not None]
+    if parameter.experts and quantised:
+        return read_experts(parameter.sources, quantised, parameter.experts, source, device)
     if len(set(schemes)) == 1:
         return read(parameter, schemes[0])
     pairs = zip(parameter.sources, schemes, strict=True)
     return Parts(tuple(read(Parameter((one,)), scheme) for one, scheme in pairs))
 
 
-def _scheme(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Scheme | None:
-    """How a stored tensor is quantised; biases, norms and the embedding never are."""
+def _scheme(
+    config: ModelConfig, source: Source, name: str, shape: tuple[int, ...]
+) -> Scheme | None:
+    """How a stored tensor is quantised; biases, norms and the embedding never are.
+
+    Raises:
+        ValueError: a router is quantised, or an expert in another way than ``fused_moe`` takes.
+    """
     if config.quantization is None or len(shape) != 2 or "embed_tokens" in name:
         return None
     layer = name.removesuffix(".weight")
     scheme = config.quantization.scheme_of(layer)
-    if scheme is not None and (".mlp.experts." in layer or layer.endswith(".mlp.gate")):
+    router = layer.endswith(".mlp.gate")
+    if scheme is None or not (router or ".mlp.experts." in layer):
+        return scheme
+    if f"{layer}.weight_scale" not in source.shapes:
+        return None  # transformers 5 has classes for both; a config that says Linear means neither
+    if router:
         raise ValueError(
-            "config.json: quantization_config must ignore routers and experts, whose product with "
-            f"quantised weights is not known here, got {scheme.bits} bits for {layer}"
+            f"{source.where}: expected routers that are not quantised, got one of {scheme.words}: "
+            f"{layer}"
+        )
+    if scheme.bits != 8 or scheme.group is not None:
+        raise ValueError(
+            f"{source.where}: expected experts in 16 bits or in int8 with a scale a channel (W8A8 "
+            f"or W8A16), got {scheme.words} for {layer}"
         )
     return scheme
 
 
-def _read_quantised(
-    parameter: Parameter,
-    scheme: Scheme,
-    source: Source,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> BlockMatrix | Int8Matrix | PackedMatrix:
-    (_, k) = parameter.sources[0][1]
-    found = [_read_codes(name, shape, scheme, source) for name, shape in parameter.sources]
-    scale = torch.cat([one["weight_scale"].float() for one in found])
-    group = scheme.group or k
-    if (
-        not scheme.quantized_activations
-        and device.type == "cpu"
-        and dtype == torch.float32
-        and k % block_matrix.GROUP == group % block_matrix.GROUP == 0
-        and block_matrix.can_multiply()
-    ):  # weights alone are quantised: PyTorch's embedding bag reads them as bytes
-        codes = torch.cat([_codes(one, scheme, k) for one in found])
-        blocks = Blocks(
-            (codes.view(torch.uint8) ^ 128).t().contiguous(),
-            -128,
-            scale.repeat_interleave(group // block_matrix.GROUP, 1).t().contiguous(),
-            None,
-        )
-        matrix = block_matrix.stack([blocks])
-        assert matrix is not None
-        return matrix
-    scale = scale.to(device)
-    if scheme.bits == 8 and scheme.group is None:
-        codes = torch.cat([_codes(one, scheme, k) for one in found])
-        return Int8Matrix(codes.to(device), scale.view(-1), scheme.quantized_activations)
-    packed = torch.cat([one["weight_packed"] for one in found])
-    return PackedMatrix(packed.to(device), scale, scheme.bits, k)
-
-
-def _codes(found: dict[str, torch.Tensor], scheme: Scheme, k: int) -> torch.Tensor:
-    """int8 [N, K]."""
-    if scheme.format == compressed.INT:
-        return found["weight"]
-    return compressed.unpack(found["weight_packed"], scheme.bits, k)
-
-
-def _read_codes(
-    name: str, shape: tuple[int, ...], scheme: Scheme, source: Source
-) -> dict[str, torch.Tensor]:
-    """The checked tensors of a quantised layer, under the names that ``Scheme.tensors`` has."""
-    layer = name.removesuffix(".weight")
-    found = {
-        part: source.read(f"{layer}.{part}") for part in scheme.tensors(layer, (shape[0], shape[1]))
-    }
-    codes, wanted = (
-        ("weight", torch.int8)
-        if scheme.format == compressed.INT
-        else ("weight_packed", torch.int32)
-    )
-    if found[codes].dtype != wanted:
-        raise ValueError(
-            f"{source.where}: expected {layer}.{codes} in {wanted}, as {scheme.format} has it, got "
-            f"{found[codes].dtype}"
-        )
-    if "weight_shape" in found and found["weight_shape"].tolist() != list(shape):
-        raise ValueError(
-            f"{source.where}: expected {layer}.weight_shape to be {list(shape)}, got "
-            f"{found['weight_shape'].tolist()}"
-        )
-    scale = found["weight_scale"]
-    if not scale.is_floating_point():
-        raise ValueError(
-            f"{source.where}: expected {layer}.weight_scale in floats, got {scale.dtype}"
-        )
-    bad = scale[~(scale.isfinite() & (scale > 0))]
-    if len(bad):
-        raise ValueError(
-            f"{source.where}: expected finite scales above 0 in {layer}.weight_scale, got "
-            f"{len(bad)} others, the first {bad[0].item()}"
-        )
-    return found
+def _check_experts(config: ModelConfig, source: Source, table: dict[str, Parameter]) -> None:
+    """Refuses a layer whose experts one call of ``fused_moe`` cannot take."""
+    int8: dict[str, str] = {}  # words of a scheme: the first matrix in it
+    for parameter in table.values():
+        if not parameter.experts:
+            continue
+        kinds: dict[str, str] = {}
+        for name, shape in parameter.sources:
+            scheme = _scheme(config, source, name, shape)
+            words = "16 bits" if scheme is None else scheme.words
+            kinds.setdefault(words, name.removesuffix(".weight"))
+            if scheme is not None:
+                int8.setdefault(words, kinds[words])
+        for several in (kinds, int8):
+            if len(several) > 1:
+                (one, first), (other, second) = list(several.items())[:2]
+                raise ValueError(
+                    f"{source.where}: expected the experts of a layer to be quantised alike, got "
+                    f"{one} for {first} and {other} for {second}"
+                )
 
 
 def _read_plain(
@@ -399,9 +375,11 @@ def check_finite(source: Source, name: str, values: torch.Tensor) -> None:
 def check_names(config: ModelConfig, source: Source) -> None:
     """Every tensor that the network needs is there in its shape, and no other."""
     tables = [outer_table(config), *(layer_table(config, i) for i in range(config.num_layers))]
+    for table in tables:
+        _check_experts(config, source, table)
     wanted: dict[str, tuple[int, ...]] = {}
     for name, shape in (one for table in tables for p in table.values() for one in p.sources):
-        scheme = _scheme(config, name, shape)
+        scheme = _scheme(config, source, name, shape)
         if scheme is None:
             wanted[name] = shape
         else:

@@ -463,13 +463,22 @@ def test_all_is_given_back(patch: pytest.MonkeyPatch) -> None:
 # ---- layers in int8, and requests that leave it --------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def w8a8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = make_folder(tmp_path_factory.mktemp("base") / "m", None, "llama-32")
-    out = tmp_path_factory.mktemp("w8a8") / "m"
+def in_w8a8(folder: Path, name: str) -> Path:
+    base, out = make_folder(folder / "base", None, name), folder / "w8a8"
     argv = ["--model", str(base), "--scheme", "w8a8", "--out", str(out), "--json"]
     assert quantize.main(argv) == 0
     return out
+
+
+@pytest.fixture(scope="module")
+def w8a8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return in_w8a8(tmp_path_factory.mktemp("w8a8"), "llama-32")
+
+
+@on_cpu
+def test_experts_in_int8(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+    model = load_folder(in_w8a8(tmp_path, "qwen3_moe-one-of-three"))
+    steps_of(lambda: new_runner(model, OPS), tolerance=2e-2)  # a code may be another one
 
 
 def watched(model: Model, ops: Any, calibration: Calibration | None) -> Runner:
@@ -611,8 +620,9 @@ def test_graphs_over_a_cache_with_residuals() -> None:
 
 
 @pytest.mark.gpu
-def test_graphs_of_layers_in_int8(w8a8: Path) -> None:
-    model = on_device(w8a8)
+@pytest.mark.parametrize("name", ["llama-32", "qwen3_moe"])
+def test_graphs_of_layers_in_int8(name: str, tmp_path: Path) -> None:
+    model = on_device(in_w8a8(tmp_path, name))
     found = [
         tokens_of(lambda: watched(model, tkernels, None), SAMPLINGS["greedy"], anew=anew)
         for anew in (False, True)

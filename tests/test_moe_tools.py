@@ -22,6 +22,7 @@ from model import (
     generate,
     kv_quality,
     quantize,
+    quantize_plan,
     sensitivity,
 )
 from model import config as configs
@@ -180,18 +181,17 @@ def test_statistics_of_a_dense_network_are_refused(tmp_path: Path, capsys: Any) 
 # ---- the other tools -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", quantize.SCHEMES)
-def test_quantize_leaves_experts_alone(
-    scheme: str, base: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_four_bits_leave_experts_alone(base: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
-    argv = ["--model", str(base), "--scheme", scheme, "--out", str(out)]
+    argv = ["--model", str(base), "--scheme", "w4a16", "--out", str(out)]
     assert quantize.main([*argv, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (facts["quantized_layers"], facts["kept_experts"]) == (4 * 3 + 3 * 2, 7)
+    assert facts["quantized_experts"] == 0
     assert facts["expert_bytes"] == 4 * (7 * 48 + 7 * 3 * 20 * 48)
     assert quantize.main([*argv, "--overwrite"]) == 0
-    assert "\n7 experts and their routers stay as they were, 0.1 MB of" in capsys.readouterr().out
+    line = "\n7 experts and all routers as they were; they take 0.1 MB of that"
+    assert line in capsys.readouterr().out
 
     stored = load_file(out / "model.safetensors")
     original = tiny(NAME).ours
@@ -204,7 +204,7 @@ def test_quantize_leaves_experts_alone(
     whole, _ = logits_of(original, cpu_ops, ids(20))
     got, _ = logits_of(load_folder(out), cpu_ops, ids(20))
     error = (got - whole).norm() / whole.norm()
-    assert 0 < error < (0.3 if scheme == "w4a16" else 0.03)
+    assert 0 < error < 0.3
 
 
 @pytest.mark.skipif(
@@ -223,23 +223,6 @@ def test_transformers_reads_what_is_written(scheme: str, base: Path, tmp_path: P
         theirs = hf(torch.tensor([ids(20)])).logits[0]
     ours, _ = logits_of(load_folder(out), cpu_ops, ids(20))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-def test_quantize_smooths_what_it_quantises(base: Path, text: Path, tmp_path: Path) -> None:
-    """The norm before experts, which stay as they are, stays too."""
-    out = tmp_path / "out"
-    argv = ["--model", base, "--scheme", "w8a8", "--out", out, "--smooth", 0.5, "--text", text]
-    assert quantize.main([str(a) for a in (*argv, "--tokens", 64, "--json")]) == 0
-    changed = {
-        (i, name)
-        for i, (one, other) in enumerate(
-            zip(load_folder(out).layers, tiny(NAME).ours.layers, strict=True)
-        )
-        for name in ("input_layernorm", "post_attention_layernorm")
-        if not torch.equal(getattr(one, name), getattr(other, name))
-    }
-    assert {layer for layer, name in changed if name == "input_layernorm"} == {0, 1, 2}
-    assert (1, "post_attention_layernorm") not in changed
 
 
 def test_sensitivity_measures_attention_and_dense_layers(
@@ -265,7 +248,7 @@ def test_sensitivity_measures_attention_and_dense_layers(
 
     last = encode(open_checkpoint(base).tokenizer, TEXT)[-32:]
     assert held_out == pytest.approx(perplexity(tiny(NAME).ours, cpu_ops, last), rel=1e-5)
-    flagged = quantize.read_sensitive(out, configs.from_folder(base))
+    flagged = quantize_plan.read_sensitive(out, configs.from_folder(base))
     assert flagged <= set(found["layers"])
 
 

@@ -17,7 +17,18 @@ from checkpoints import CPU, load_folder, make_folder, new_runner, smollm2, tiny
 from safetensors.torch import load_file, save_file
 
 import tkernels
-from model import block_matrix, compressed, cpu_ops, generate, perplexity, quantize, weight_quality
+from model import (
+    block_matrix,
+    compressed,
+    cpu_ops,
+    generate,
+    perplexity,
+    quantize,
+    quantize_plan,
+    quantize_write,
+    smooth,
+    weight_quality,
+)
 from model import config as configs
 from model.block_matrix import BlockMatrix
 from model.checkpoint import open_checkpoint
@@ -28,7 +39,7 @@ from model.quantized_matrix import Int8Matrix, PackedMatrix, Parts
 from model.weights import load_model
 
 NAME = "llama-32"  # 96 and 160 inputs: groups of 32
-SCHEMES = quantize.SCHEMES
+SCHEMES = quantize_plan.SCHEMES
 Q0, DOWN1 = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("compressed_tensors") is None,
@@ -56,7 +67,7 @@ def written(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 def sensitive_file(path: Path, flagged: set[str], model: Path, **changes: Any) -> Path:
-    groups = quantize.joined_layers(configs.from_folder(model))
+    groups = quantize_plan.joined_layers(configs.from_folder(model))
     layers = {
         name: {"kl": 0.0, "dispersion": 1.0, "energy": 0.1, "sensitive": name in flagged}
         for group in groups
@@ -86,7 +97,7 @@ def our_layers(model: Any) -> dict[str, torch.Tensor]:
     found = {}
     for i, layer in enumerate(model.layers):
         joined = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-        groups = quantize.joined_layers(model.config)[4 * i : 4 * i + 4]
+        groups = quantize_plan.joined_layers(model.config)[4 * i : 4 * i + 4]
         for field, group in zip(joined, groups, strict=True):
             sizes = [shape[0] for shape in group.values()]
             parts = dense(getattr(layer, field).weight).split(sizes)
@@ -306,7 +317,9 @@ def test_decode_equals_prefill(scheme: str, written: dict[str, Path]) -> None:
 def test_weights_stay_small(written: dict[str, Path]) -> None:
     """Also in 16 bits and where PyTorch's blocks are not used."""
     numbers = sum(
-        n * k for group in quantize.joined_layers(tiny(NAME).ours.config) for n, k in group.values()
+        n * k
+        for group in quantize_plan.joined_layers(tiny(NAME).ours.config)
+        for n, k in group.values()
     )
     for scheme, bits in (("w8a8", 8.5), ("w8a16", 8.5), ("w4a16", 5.5)):
         model = load_folder(written[scheme], torch.bfloat16)
@@ -451,18 +464,18 @@ def test_folding_changes_nothing_and_smoothing_helps(outliers: Path, tmp_path: P
     checkpoint = open_checkpoint(outliers)
     model = load_folder(outliers)
     exact, _ = logits_of(model, cpu_ops, tokens)
-    maxima = quantize.activation_maxima(model, cpu_ops, ids(300, 1))
+    maxima = smooth.activation_maxima(model, cpu_ops, ids(300, 1))
     kl = {}
     for name, factors in (
         ("plain", {}),
-        ("smooth", quantize.smoothing_factors(
-            checkpoint, quantize.make_plan(checkpoint.config, "w8a8", ()), maxima, 0.5)),
+        ("smooth", smooth.smoothing_factors(
+            checkpoint, quantize_plan.make_plan(checkpoint.config, "w8a8", ()), maxima, 0.5)),
     ):  # fmt: skip
         for scheme in (None, "w8a8"):
             folder = tmp_path / f"{name}-{scheme}"
             folder.mkdir()
-            plan = quantize.make_plan(checkpoint.config, scheme, ())
-            quantize.write_folder(checkpoint, folder, plan, factors)
+            plan = quantize_plan.make_plan(checkpoint.config, scheme, ())
+            quantize_write.write_folder(checkpoint, folder, plan, factors)
             logits, _ = logits_of(load_folder(folder), cpu_ops, tokens)
             if scheme is None:
                 torch.testing.assert_close(logits, exact, rtol=0, atol=1e-4)
@@ -490,7 +503,7 @@ def test_maxima_are_those_of_the_norms(base: Path) -> None:
         hf(torch.tensor([tokens]))
     for hook in hooks:
         hook.remove()
-    found = quantize.activation_maxima(tiny(NAME).ours, cpu_ops, tokens)
+    found = smooth.activation_maxima(tiny(NAME).ours, cpu_ops, tokens)
     assert found.keys() == {f"{name}.weight" for name in seen}
     for name, value in seen.items():
         torch.testing.assert_close(found[f"{name}.weight"], value, rtol=1e-3, atol=1e-3)
@@ -803,7 +816,7 @@ def test_full_disk_is_one_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(quantize, "_write_json", full)
+    monkeypatch.setattr(quantize_write, "_write_json", full)
     assert "No space left on device" in run.error()
     assert not run.out.exists()
 
@@ -811,7 +824,7 @@ def test_full_disk_is_one_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 def test_several_shards_are_one_checkpoint(
     run: Run, written: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantize, "_SHARD_BYTES", 100_000)
+    monkeypatch.setattr(quantize_write, "_SHARD_BYTES", 100_000)
     run()
     assert (run.out / "model.safetensors.index.json").exists()
     names = sorted(path.name for path in run.out.glob("*.safetensors"))

@@ -1,0 +1,127 @@
+"""What a checkpoint stores of quantised layers -> weights that are multiplied as they are.
+
+Which layers are quantised, and how, says ``model.compressed``; ``model.weights`` asks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from model import block_matrix, compressed
+from model.block_matrix import BlockMatrix, Blocks
+from model.compressed import Scheme
+from model.quantized_matrix import Int8Experts, Int8Matrix, PackedMatrix
+from model.sources import Source
+
+Sources = Sequence[tuple[str, tuple[int, ...]]]  # names of weights, and the shape of each
+
+
+def read_matrix(
+    sources: Sources, scheme: Scheme, source: Source, dtype: torch.dtype, device: torch.device
+) -> BlockMatrix | Int8Matrix | PackedMatrix:
+    """Linear layers of one scheme, stacked along N.
+
+    Raises:
+        ValueError: codes or scales of another type, a scale that is not above 0, another shape.
+    """
+    (_, k) = sources[0][1]
+    found = [_read_codes(name, shape, scheme, source) for name, shape in sources]
+    scale = torch.cat([one["weight_scale"].float() for one in found])
+    group = scheme.group or k
+    if (
+        not scheme.quantized_activations
+        and device.type == "cpu"
+        and dtype == torch.float32
+        and k % block_matrix.GROUP == group % block_matrix.GROUP == 0
+        and block_matrix.can_multiply()
+    ):  # weights alone are quantised: PyTorch's embedding bag reads them as bytes
+        codes = torch.cat([_codes(one, scheme, k) for one in found])
+        blocks = Blocks(
+            (codes.view(torch.uint8) ^ 128).t().contiguous(),
+            -128,
+            scale.repeat_interleave(group // block_matrix.GROUP, 1).t().contiguous(),
+            None,
+        )
+        matrix = block_matrix.stack([blocks])
+        assert matrix is not None
+        return matrix
+    scale = scale.to(device)
+    if scheme.bits == 8 and scheme.group is None:
+        codes = torch.cat([_codes(one, scheme, k) for one in found])
+        return Int8Matrix(codes.to(device), scale.view(-1), scheme.quantized_activations)
+    packed = torch.cat([one["weight_packed"] for one in found])
+    return PackedMatrix(packed.to(device), scale, scheme.bits, k)
+
+
+def read_experts(
+    sources: Sources, schemes: Sequence[Scheme], experts: int, source: Source, device: torch.device
+) -> Int8Experts:
+    """Linear layers of all experts, read one by one: nobody needs memory for them twice.
+
+    Args:
+        sources: those of an expert in a row.
+        schemes: of each, 8 bits and a scale a channel; all have int8 activations, or none.
+
+    Raises:
+        ValueError: as ``read_matrix``.
+    """
+    rows = sum(shape[0] for _, shape in sources)
+    (_, k) = sources[0][1]
+    codes = torch.empty(rows, k, dtype=torch.int8, device=device)
+    scale = torch.empty(rows, dtype=torch.float32, device=device)
+    row = 0
+    for (name, shape), scheme in zip(sources, schemes, strict=True):
+        found = _read_codes(name, shape, scheme, source)
+        here = slice(row, row + shape[0])
+        codes[here].copy_(_codes(found, scheme, k))
+        scale[here].copy_(found["weight_scale"].view(-1))
+        row += shape[0]
+    return Int8Experts(
+        codes.view(experts, -1, k), scale.view(experts, -1), schemes[0].quantized_activations
+    )
+
+
+def _codes(found: dict[str, torch.Tensor], scheme: Scheme, k: int) -> torch.Tensor:
+    """int8 [N, K]."""
+    if scheme.format == compressed.INT:
+        return found["weight"]
+    return compressed.unpack(found["weight_packed"], scheme.bits, k)
+
+
+def _read_codes(
+    name: str, shape: tuple[int, ...], scheme: Scheme, source: Source
+) -> dict[str, torch.Tensor]:
+    """The checked tensors of a quantised layer, under the names that ``Scheme.tensors`` has."""
+    layer = name.removesuffix(".weight")
+    found = {
+        part: source.read(f"{layer}.{part}") for part in scheme.tensors(layer, (shape[0], shape[1]))
+    }
+    codes, wanted = (
+        ("weight", torch.int8)
+        if scheme.format == compressed.INT
+        else ("weight_packed", torch.int32)
+    )
+    if found[codes].dtype != wanted:
+        raise ValueError(
+            f"{source.where}: expected {layer}.{codes} in {wanted}, as {scheme.format} has it, got "
+            f"{found[codes].dtype}"
+        )
+    if "weight_shape" in found and found["weight_shape"].tolist() != list(shape):
+        raise ValueError(
+            f"{source.where}: expected {layer}.weight_shape to be {list(shape)}, got "
+            f"{found['weight_shape'].tolist()}"
+        )
+    scale = found["weight_scale"]
+    if not scale.is_floating_point():
+        raise ValueError(
+            f"{source.where}: expected {layer}.weight_scale in floats, got {scale.dtype}"
+        )
+    bad = scale[~(scale.isfinite() & (scale > 0))]
+    if len(bad):
+        raise ValueError(
+            f"{source.where}: expected finite scales above 0 in {layer}.weight_scale, got "
+            f"{len(bad)} others, the first {bad[0].item()}"
+        )
+    return found
