@@ -16,16 +16,12 @@ from typing import TYPE_CHECKING
 from tkernels import device
 from tkernels import w4a16_gemm_hopper as w4
 from tkernels.device import Device, cdiv, next_power_of_2
-from tkernels.registry import Config, Problem
-from tkernels.w4a16_gemm_hopper import (
-    _columns_of_x,
-    _commit,
+from tkernels.paged_attn_quantized_hopper import (
     _let_next_kernel_start,
-    _load_async,
-    _pieces,
-    _wait,
     _wait_for_earlier_kernels,
 )
+from tkernels.registry import Config, Problem
+from tkernels.w4a16_gemm_hopper import _columns_of_x, _commit, _load_async, _pieces, _wait
 
 if TYPE_CHECKING:
     from tkernels import _triton as ampere

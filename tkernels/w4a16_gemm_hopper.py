@@ -25,6 +25,10 @@ from typing import TYPE_CHECKING
 from tkernels import device
 from tkernels import flash_attn_hopper as flash
 from tkernels.device import Device, cdiv, next_power_of_2
+from tkernels.paged_attn_quantized_hopper import (
+    _let_next_kernel_start,
+    _wait_for_earlier_kernels,
+)
 from tkernels.registry import Config, Problem
 
 if TYPE_CHECKING:
@@ -74,18 +78,6 @@ _BF16, _BF16_ZERO = gl.constexpr(_decoding(False, False)), gl.constexpr(_decodin
 _FP16, _FP16_ZERO = gl.constexpr(_decoding(True, False)), gl.constexpr(_decoding(True, True))
 
 # fmt: off
-
-
-@gluon.jit
-def _wait_for_earlier_kernels():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _let_next_kernel_start():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

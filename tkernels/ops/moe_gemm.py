@@ -48,6 +48,7 @@ from tkernels.moe_gemm_cases import (
     moe_gemm_peers,
     moe_gemm_shape,
 )
+from tkernels.ops.masked_gemm import _describer
 from tkernels.ops.paged_attn import _has_pdl, _let_next_kernel_start, _wait_for_earlier_kernels
 from tkernels.ops.quantize_per_token import quantize_per_token, quantize_per_token_ref
 from tkernels.registry import Config, KernelSpec, Problem, op, register
@@ -664,21 +665,6 @@ def _bind(
         start(weight, weight, x_q, x, offsets, ids, ws, xs, weights, mask, out, *numbers)
 
     return run
-
-
-def _describer(
-    n_rows: int, n_cols: int, stride: int, box_rows: int, box_cols: int
-) -> Callable[[torch.Tensor], Any]:
-    """What makes the description of a tensor map over the rows of all experts."""
-    cls = device.triton_part("triton.tools.tensor_descriptor").TensorDescriptor
-
-    def described(tensor: torch.Tensor) -> Any:
-        made = cls.__new__(cls)
-        made.base, made.shape, made.strides = tensor, [n_rows, n_cols], [stride, 1]
-        made.block_shape, made.padding = [box_rows, box_cols], "zero"
-        return made
-
-    return described
 
 
 def _check(
