@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import zlib
 from pathlib import Path
 
 # Workers of pytest-xdist share the cores: each with a thread for every core, most would wait for
@@ -53,7 +54,9 @@ def pytest_report_header() -> str:
     return f"tkernels {tkernels.__version__} on {facts.name} ({facts.arch})"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _thin(items)
     reasons = {
         "gpu": (device.KIND != "cuda", "needs an NVIDIA GPU; this machine has none"),
         "npu": (device.KIND != "npu", "needs an Ascend NPU; this machine has none"),
@@ -62,3 +65,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, (skip, reason) in reasons.items():
             if skip and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _thin(items: list[pytest.Item]) -> None:
+    """Of what is marked ``thin(n)`` about one set of parameters of n is enough where Triton
+    interprets; the others are slow. The first of each test, and of each kernel, stays."""
+    if device.KIND != "cpu":
+        return
+    seen: set[tuple[str, str]] = set()
+    for item in items:
+        marker = item.get_closest_marker("thin")
+        if marker is None or not hasattr(item, "callspec"):
+            continue
+        spec = item.callspec.params.get("spec")
+        test = (item.nodeid.partition("[")[0], getattr(spec, "name", ""))
+        if test in seen and zlib.crc32(item.nodeid.encode()) % marker.args[0]:
+            item.add_marker(pytest.mark.slow)
+        seen.add(test)

@@ -186,6 +186,7 @@ def rows(capsys: pytest.CaptureFixture[str]) -> tuple[list[dict[str, Any]], str]
 ONE = ["--kernel", "rms_norm", "--case", CASE.name]
 
 
+@pytest.mark.slow
 @on_interpreter
 @pytest.mark.parametrize(("given", "tried"), [([], 5), (["--trials", "3"], 3)])
 def test_resume_goes_on_with_the_trials_of_the_search(
@@ -216,6 +217,7 @@ def test_resume_goes_on_with_the_trials_of_the_search(
     )
 
 
+@pytest.mark.slow
 @on_interpreter
 def test_a_search_whose_trials_are_not_kept_gets_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -232,6 +234,7 @@ def test_a_search_whose_trials_are_not_kept_gets_the_default(
     assert "1 search was begun by a version that did not keep --trials, and will try 4" in said
 
 
+@pytest.mark.slow
 @on_interpreter
 def test_resume_goes_on_with_the_same_part_of_the_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -349,6 +352,7 @@ def test_a_search_of_another_compiler_is_not_gone_on_with(
 # ---- what is said ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @on_interpreter
 def test_what_searches_nothing_announces_no_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

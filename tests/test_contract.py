@@ -254,6 +254,7 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
     return t.contiguous().reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("spec", "name", "spoil"), _spoilt(PRECISE + WRITTEN_ONLY))
 def test_spoilt_argument_is_named(
     spec: KernelSpec, name: str, spoil: Callable[[torch.Tensor], Any], dev: torch.device
@@ -266,6 +267,7 @@ def test_spoilt_argument_is_named(
         assert re.match(rf"{spec.name}: {name} must ", refusal(spec, inputs))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("spec", "name", "spoil"), _spoilt(MISFITS))
 def test_misfit_is_named(
     spec: KernelSpec, name: str, spoil: Callable[[torch.Tensor], Any], dev: torch.device
@@ -279,6 +281,7 @@ def test_misfit_is_named(
         assert re.match(rf"{spec.name}: ({arguments}) must ", refusal(spec, inputs))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("spec", "name", "spoil"), _spoilt([*PRECISE, *MISFITS], accepted=True))
 def test_listed_exceptions_are_taken(
     spec: KernelSpec, name: str, spoil: Callable[[torch.Tensor], Any], dev: torch.device

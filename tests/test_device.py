@@ -204,6 +204,7 @@ def test_versions_name_what_a_measurement_depends_on() -> None:
 # ---- TKERNELS_DEVICE ---------------------------------------------------------------------------
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("chosen", "words"),
     [
@@ -232,6 +233,7 @@ def test_wrong_choice_is_refused(chosen: str, words: str) -> None:
     assert words in last
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("chosen", "kind", "arch"),
     [

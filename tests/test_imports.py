@@ -118,6 +118,7 @@ def test_triton_first_on_a_cpu_machine_is_refused() -> None:
     assert said.endswith("move 'import tkernels' up or set TRITON_INTERPRET=1")
 
 
+@pytest.mark.slow
 def test_triton_first_with_the_interpreter_on_is_fine() -> None:
     program = "import triton.language, tkernels; print(tkernels.device.current().arch)"
     assert output(program, device="cpu", interpret="1") == "interpret\n"
@@ -150,6 +151,7 @@ def test_both_tritons_in_one_environment_are_refused(tmp_path: Path) -> None:
     ), said
 
 
+@pytest.mark.slow
 def test_both_tritons_in_different_folders_are_fine(tmp_path: Path) -> None:
     fake_distribution(tmp_path / "a", "triton")
     fake_distribution(tmp_path / "b", "triton-ascend")
@@ -202,6 +204,7 @@ def test_nothing_imports_the_file_for_transformers() -> None:
     assert [path for path in SOURCES if name in path.read_text() and path.stem != name] == []
 
 
+@pytest.mark.slow
 def test_transformers_absent_is_said_by_its_own_file() -> None:
     program = HIDE.format(hidden={"transformers"}) + "import tkernels.transformers_attention"
     assert error(program, device="cpu") == (
@@ -276,6 +279,7 @@ def test_each_package_has_sources() -> None:
     assert seen == set(PACKAGES)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("command", "code", "words"),
     [

@@ -49,6 +49,7 @@ def test_equals_reference(spec: KernelSpec, case: Case, dev: torch.device) -> No
             )
 
 
+@pytest.mark.thin(2)
 @each_case
 def test_guarded_strided(spec: KernelSpec, case: Case, dev: torch.device) -> None:
     """Padded rows of NaN round every tensor: nothing is read from or written to the gaps."""
@@ -68,7 +69,8 @@ def test_guarded_strided(spec: KernelSpec, case: Case, dev: torch.device) -> Non
         g.check(f"{spec.name}: {name}")
 
 
-@pytest.mark.parametrize(("spec", "case"), TESTED[:: 3 if device.KIND == "cpu" else 1])
+@pytest.mark.thin(4)
+@each_case
 def test_same_bits_again(spec: KernelSpec, case: Case, dev: torch.device) -> None:
     inputs = spec.make_inputs(case.problem, dev)
     first, second = (clone_inputs(inputs) for _ in range(2))
@@ -114,7 +116,8 @@ def reordered(value: Any) -> Any:
     return value.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-@pytest.mark.parametrize(("spec", "case"), TESTED[::3])
+@pytest.mark.thin(4)
+@each_case
 def test_operator_promises_the_strides_that_come(
     spec: KernelSpec, case: Case, dev: torch.device
 ) -> None:
@@ -159,6 +162,7 @@ def _more(out: torch.Tensor) -> torch.Tensor:
     return torch.stack([out, out])
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("spoil", [torch.Tensor.double, torch.Tensor.short, _cut, _more])
 @pytest.mark.parametrize(
     "spec", [s for s in all_kernels().values() if s.outputs], ids=lambda s: s.name

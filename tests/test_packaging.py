@@ -183,6 +183,7 @@ def test_unknown_argument_is_refused(checkout: Path) -> None:
     assert_refused(env_sh(checkout, "tests"), "env: expected the argument demo or dev, got 'tests'")
 
 
+@pytest.mark.slow
 def test_no_network_is_said_and_leaves_nothing_half_done(checkout: Path) -> None:
     """Then again after an installation that was cut off: its environment is not trusted."""
     venv = checkout / ".venv"

@@ -125,9 +125,9 @@ def test_legal_points_are_listed_up_to_a_limit() -> None:
 def test_every_kernels_default_is_a_point_of_its_space(arch: str) -> None:
     dev = device.offline_facts(arch)
     for spec in all_kernels().values():
+        parameters = Parameters(spec.space(dev), lambda c: None)
         for case in spec.cases:
             default = spec.default_config(case.problem, dev)
-            parameters = Parameters(spec.space(dev), lambda c: None)
             if parameters.numbers(default) is None:
                 # Allowed (a default may know better), as long as the descent finds its way in.
                 assert list(neighbours(default, spec.space(dev))), (spec.name, default)

@@ -19,6 +19,8 @@ from tkernels.kv_format import (
     release_residuals_ref,
 )
 
+pytestmark = pytest.mark.thin(2)
+
 HEADS, DIM, BLOCK = 2, 64, 4
 TAU = 0.0095
 

@@ -15,6 +15,8 @@ from tkernels.ops.masked_gemm import SPEC, runs_high_ref
 from tkernels.registry import Config
 from tkernels.testing import assert_close
 
+pytestmark = pytest.mark.thin(2)
+
 M, N, K = 21, 40, 96
 INTERPRETED = device.KIND == "cpu"
 

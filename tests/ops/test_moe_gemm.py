@@ -16,6 +16,8 @@ from tkernels.ops.moe_gemm import SPEC, most_tiles
 from tkernels.registry import Config
 from tkernels.testing import assert_close, guarded, poisoned_memory
 
+pytestmark = pytest.mark.thin(3)
+
 T, E, TOP_K, N, K = 9, 5, 2, 48, 64
 INTERPRETED = device.KIND == "cpu"
 

@@ -14,6 +14,8 @@ from tkernels.ops.paged_attn import SPEC, _default_splits
 from tkernels.registry import Config
 from tkernels.testing import assert_close, assert_right, clone_inputs, guarded, tensors_of
 
+pytestmark = pytest.mark.thin(2)
+
 BF16, FP32 = torch.bfloat16, torch.float32
 EDGES = (0, 1, 15, 16, 17, 33)  # none, one, a block less one, a block, a block and one, ...
 

@@ -17,6 +17,8 @@ from tkernels.ops.paged_attn import SPEC
 from tkernels.registry import Config
 from tkernels.testing import assert_close, assert_right, guarded, tensors_of
 
+pytestmark = pytest.mark.thin(2)
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NOBODY = 2**31 - 1  # a block number that no pool has
 FACTS = device.current()

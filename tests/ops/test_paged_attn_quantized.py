@@ -28,6 +28,8 @@ from tkernels.quantized_attention_cases import problem_of
 from tkernels.registry import Config
 from tkernels.testing import assert_close, assert_right, clone_inputs, guarded, tensors_of
 
+pytestmark = pytest.mark.thin(3)
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 QUANTISED = MODES[1:]
 SLOW_THERE = pytest.mark.slow if device.KIND == "cpu" else ()

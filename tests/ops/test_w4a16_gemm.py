@@ -18,6 +18,8 @@ from tkernels.testing import assert_close
 from tkernels.w4_format import dequantize_w4, pack_nibbles, unpack_nibbles
 from tkernels.w4a16_cases import w4_inputs, w4_problem
 
+pytestmark = pytest.mark.thin(3)
+
 M, N, K = 13, 24, 512
 INTERPRETED = device.KIND == "cpu"
 
