@@ -223,6 +223,8 @@ class Watch:
 class Step:
     """The operations of one step: products by the mask, and activations kept to be seen."""
 
+    skinny_linear = None  # its fused activations would not be seen
+
     def __init__(
         self, watch: Watch, ops: Any, row_group: torch.Tensor, watched: torch.Tensor
     ) -> None:

@@ -108,9 +108,10 @@ class LayerStream:
         config, ops, eps = self.config, self._ops, self.config.rms_norm_eps
         x = ops.rms_norm(hidden, layer.input_layernorm, eps=eps)
         attend = over_cache(ops, self._cache, self._meta)
-        x = _attention(config, layer, ops, x, self._positions, self._table, 0, attend)
-        x, hidden = ops.fused_add_rms_norm(x, hidden, layer.post_attention_layernorm, eps=eps)
-        return hidden + layer.mlp(x, ops)
+        qkv = layer.qkv_proj(x, ops)
+        x = _attention(config, layer, ops, qkv, self._positions, self._table, 0, attend)
+        x, hidden = layer.mlp_behind_norm(x, hidden, ops, eps=eps)
+        return hidden + x
 
     def perplexities(self, states: list[Tensor]) -> list[float]:
         """exp of the mean loss of the next token, for hidden states after the last layer."""

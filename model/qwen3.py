@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 
+import tkernels
 from model.block_matrix import Matrix
 from model.config import ModelConfig
 from model.kv_cache import AttnMetadata, KVCache, SdpaIndices
@@ -23,6 +24,9 @@ from model.quantized_matrix import Int8Experts, Weight, product
 from tkernels.kv_format import QuantizedKV, read_positions
 
 Tensor = torch.Tensor
+# Steps of up to so many tokens take norms and activations along in their projections, in kernels
+# that read weights once. 0: none, until those have been timed on a card.
+FEW_ROWS = 0
 # (layer, q [T, Hq, D], k and v [T, Hk, D], rotated) -> [T, Hq, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -35,7 +39,47 @@ class Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, ops: Any) -> Tensor:
+        if self._has_kernel(x, ops):
+            y: Tensor = ops.skinny_linear(x, self.weight, bias=self.bias)
+            return y
         return product(x, self.weight, ops, self.bias)
+
+    def behind_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        ops: Any,
+        *,
+        eps: float,
+        gated: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """(projection of the normed sum of x and residual, that sum).
+
+        ``gated``: ``silu_and_mul`` of the projection.
+        """
+        y: Tensor
+        if self._has_kernel(x, ops):
+            y, residual = ops.fused_add_rms_norm_linear(
+                x,
+                residual,
+                norm_weight,
+                self.weight,
+                bias=self.bias,
+                silu_and_mul=gated,
+                eps=eps,
+            )
+            return y, residual
+        x, residual = ops.fused_add_rms_norm(x, residual, norm_weight, eps=eps)
+        y = self(x, ops)
+        return (ops.silu_and_mul(y) if gated else y), residual
+
+    def _has_kernel(self, x: Tensor, ops: Any) -> bool:
+        """Few rows of plain weights, where ``ops`` are the kernels and not their references."""
+        if len(x) > FEW_ROWS or not isinstance(self.weight, Tensor):
+            return False
+        kernels = getattr(ops, "skinny_linear", None) is tkernels.skinny_linear
+        return kernels and self.weight.stride(1) == 1  # on a CPU some are stored input-major
 
 
 @dataclass
@@ -95,13 +139,18 @@ class Layer:
     down_proj: Linear | None = None  # [H, I]
     experts: Experts | None = None
 
-    def mlp(self, x: Tensor, ops: Any) -> Tensor:
-        """[T, H] -> [T, H]."""
+    def mlp_behind_norm(
+        self, x: Tensor, residual: Tensor, ops: Any, *, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(MLP or experts of the normed sum of x and residual, that sum), each [T, H]."""
+        norm = self.post_attention_layernorm
         if self.experts is not None:
-            return self.experts(x, ops)
+            x, residual = ops.fused_add_rms_norm(x, residual, norm, eps=eps)
+            return self.experts(x, ops), residual
         assert self.gate_up_proj is not None
         assert self.down_proj is not None
-        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x, ops)), ops)
+        h, residual = self.gate_up_proj.behind_norm(x, residual, norm, ops, eps=eps, gated=True)
+        return self.down_proj(h, ops), residual
 
 
 @dataclass
@@ -176,12 +225,16 @@ def hidden_states(
     eps = model.config.rms_norm_eps
     residual = _embed(model.embed_tokens, input_ids)  # [T, H]
     x: Tensor = ops.rms_norm(residual, model.layers[0].input_layernorm, eps=eps)
+    qkv = model.layers[0].qkv_proj(x, ops)
     for i, layer in enumerate(model.layers):
-        x = _attention(model.config, layer, ops, x, positions, cos_sin_cache, i, attend)
-        x, residual = ops.fused_add_rms_norm(x, residual, layer.post_attention_layernorm, eps=eps)
-        x = layer.mlp(x, ops)
-        after = model.layers[i + 1].input_layernorm if i + 1 < len(model.layers) else model.norm
-        x, residual = ops.fused_add_rms_norm(x, residual, after, eps=eps)
+        x = _attention(model.config, layer, ops, qkv, positions, cos_sin_cache, i, attend)
+        x, residual = layer.mlp_behind_norm(x, residual, ops, eps=eps)
+        if i + 1 < len(model.layers):
+            after = model.layers[i + 1]
+            qkv, residual = after.qkv_proj.behind_norm(
+                x, residual, after.input_layernorm, ops, eps=eps
+            )
+    x, _ = ops.fused_add_rms_norm(x, residual, model.norm, eps=eps)
     return x
 
 
@@ -193,14 +246,13 @@ def _attention(
     config: ModelConfig,
     layer: Layer,
     ops: Any,
-    x: Tensor,
+    qkv: Tensor,
     positions: Tensor,
     cos_sin_cache: Tensor,
     index: int,
     attend: Attend,
 ) -> Tensor:
-    """[T, H] -> [T, H]."""
-    qkv = layer.qkv_proj(x, ops)  # [T, (Hq + 2 Hk) D]
+    """[T, (Hq + 2 Hk) D] -> [T, H]."""
     heads = qkv.view(qkv.shape[0], -1, config.head_dim)  # [T, Hq + 2 Hk, D]
     v = heads[:, -config.num_kv_heads :]
     if layer.q_norm is not None:

@@ -21,7 +21,7 @@ from checkpoints import (
 
 import tkernels
 from model import config as configs
-from model import cpu_ops
+from model import cpu_ops, qwen3
 from model.gguf_file import read_gguf
 from model.kv_cache import SequenceState
 from model.perplexity import perplexity, read_text
@@ -193,10 +193,23 @@ def test_steps_refuse_wrong_sequences() -> None:
         runner.prefill([SequenceState([1] * 257)])
 
 
+@pytest.mark.parametrize("few_rows", [0, 2])
 @pytest.mark.parametrize("family", ["qwen3", "llama-bias"])
-def test_kernels_equal_references(family: str, dev: torch.device) -> None:
-    """The same runner on ``tkernels`` and on ``tkernels.reference``."""
+def test_kernels_equal_references(
+    family: str, few_rows: int, dev: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same runner on ``tkernels`` and on its references; few rows take kernels of their own."""
+    monkeypatch.setattr(qwen3, "FEW_ROWS", few_rows)
+    called: list[str] = []
+    for name in ("fused_add_rms_norm_linear", "fused_add_rms_norm", "silu_and_mul"):
+        kernel = getattr(tkernels, name)
+        monkeypatch.setattr(
+            tkernels, name, lambda *a, n=name, k=kernel, **b: called.append(n) or k(*a, **b)
+        )
     model = load_folder(tiny(family).folder, device=dev)
+    for layer in model.layers:
+        for linear in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj):
+            linear.weight = linear.weight.contiguous()
     prompts = [random_ids(331, n, seed=n) for n in (3, 18)]
     results = []
     for ops in (tkernels, tkernels.reference):
@@ -205,8 +218,14 @@ def test_kernels_equal_references(family: str, dev: torch.device) -> None:
         rows = [runner.prefill(sequences)]
         for s in sequences:
             s.token_ids.append(5)
+        called.clear()
         rows.append(runner.decode(sequences))
         results.append(torch.cat(rows))
+        if ops is tkernels:
+            layers = len(model.layers)
+            apart = ["fused_add_rms_norm", "silu_and_mul", "fused_add_rms_norm"] * layers
+            fused = ["fused_add_rms_norm_linear"] * (2 * layers - 1) + ["fused_add_rms_norm"]
+            assert called == (fused if few_rows else apart)
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=TOLERANCE)
 
 
