@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench import host_overhead, report, roofline, rows, run
@@ -18,6 +18,8 @@ examples:
   python -m bench --compare before.json               what changed, and what is only noise
   python -m bench --from rows.json --save --readme    keep rows that another machine measured
   python -m bench host                                host cost of a call over the bare launch
+  python -m bench model --shape qwen3-8b              whole networks: first token, tokens, roof
+  python -m bench engine --scenario all               many requests, a long prompt, a shared prefix
 """
 
 
@@ -36,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="A,B",
         help="only these: tkernels, default, reference, compile, peers' names",
     )
-    add("--rounds", type=_positive, metavar="N", help="samples of each (default 30)")
+    add("--rounds", type=rows.positive, metavar="N", help="samples of each (default 30)")
     add("--hot", action="store_true", help="reuse one set of buffers instead of a cold cache")
     add("--list", action="store_true", help="print kernels and cases, and stop")
     add("--from", dest="source", type=Path, metavar="FILE", help="take rows from FILE, not measure")
@@ -52,18 +54,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
-    return int(text)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 a kernel of ours was wrong or failed, 2 cannot be done, 130, 141."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         if given[:1] == ["host"]:
             return host_overhead.main(given[1:])
+        if given[:1] in (["model"], ["engine"]):
+            return _whole_networks(given[0])(given[1:])
         return _bench(_parser().parse_args(given))
     except (rows.UsageError, device.UnsupportedError) as error:
         print(error, file=sys.stderr)
@@ -75,6 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes stdout once more at exit; give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _whole_networks(name: str) -> Callable[[Sequence[str]], int]:
+    """These need the runner, which no other command does."""
+    from bench.model import command, engine_command
+
+    return command.main if name == "model" else engine_command.main
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ _GAIN = "vs default"  # a column where a tuned config served
 _NUMBERS = frozenset(
     {"us", "p20..p80", "GB/s", "TFLOP/s", "roof", "vs default", "change", "old us"}
     | {"launches", "call us", "bare us", "over us"}
+    | {"batch", "out", "TTFT ms", "ms/token", "p99 ms", "tok/s", "of roof", "same"}
 )
 
 

@@ -6,6 +6,7 @@ in ``bench/results/<arch>.json`` have this one form, so either can be compared, 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -24,6 +25,13 @@ Key = tuple[str, str, str, str]
 
 class UsageError(ValueError):
     """The command line asks for something that cannot be done; the message is one sentence."""
+
+
+def positive(text: str) -> int:
+    """A whole number of a command line, from 1 on."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}")
+    return int(text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

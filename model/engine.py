@@ -220,6 +220,7 @@ class Engine:
         batch.num_computed[rows] += new
         self.counts.steps += 1
         self.counts.computed_tokens += int(new.sum())
+        self.counts.attended_tokens += int(arrays.context_lens.sum())
         told = self._draw(rows[:drawing], logits, drawn) if drawing else []
         self._broken = False
         for listener, sample, token, piece in told:  # last, as listeners may cancel requests

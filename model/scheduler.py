@@ -31,6 +31,7 @@ class Counts:
     steps: int = 0
     computed_tokens: int = 0  # that the network worked on, those computed again included
     found_tokens: int = 0  # that were in the cache when a request (re)started
+    attended_tokens: int = 0  # in the cache, whose keys and values a step's requests see
     new_tokens: int = 0
     preemptions: int = 0
 

@@ -6,6 +6,7 @@ not finite is refused as it is read.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,17 @@ def outer_table(config: ModelConfig) -> dict[str, Parameter]:
     if not config.tie_word_embeddings:
         table["lm_head"] = Parameter((("lm_head.weight", matrix),))
     return table
+
+
+def stored_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of each tensor that a checkpoint of this network stores unquantised."""
+    for table in _tables(config):
+        for parameter in table.values():
+            yield from parameter.sources
+
+
+def _tables(config: ModelConfig) -> list[dict[str, Parameter]]:
+    return [outer_table(config), *(layer_table(config, i) for i in range(config.num_layers))]
 
 
 def load_model(
@@ -374,11 +386,10 @@ def check_finite(source: Source, name: str, values: torch.Tensor) -> None:
 
 def check_names(config: ModelConfig, source: Source) -> None:
     """Every tensor that the network needs is there in its shape, and no other."""
-    tables = [outer_table(config), *(layer_table(config, i) for i in range(config.num_layers))]
-    for table in tables:
+    for table in _tables(config):
         _check_experts(config, source, table)
     wanted: dict[str, tuple[int, ...]] = {}
-    for name, shape in (one for table in tables for p in table.values() for one in p.sources):
+    for name, shape in stored_tensors(config):
         scheme = _scheme(config, source, name, shape)
         if scheme is None:
             wanted[name] = shape

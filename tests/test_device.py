@@ -141,6 +141,13 @@ def test_accelerator_calls_on_the_cpu() -> None:
     assert device.l2_bytes() == 0
 
 
+def test_no_recording_of_an_npu_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "KIND", "npu")
+    words = "expected an NVIDIA GPU or the CPU to profile, got an NPU"
+    with pytest.raises(UnsupportedError, match=words), device.profiled():
+        pytest.fail("the block ran")
+
+
 # What torch.npu exports of that which tkernels/device.py takes from it: __all__ of
 # torch_npu/npu/__init__.py in the wheel torch-npu 2.14.0.
 NPU_NAMES = {

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("tkernels", "autotune", "model", "bench")
 VARIABLES = {"TKERNELS_DEVICE", "TKERNELS_CONFIG_DIR", "TKERNELS_DEBUG"}
 DEVICE_FILE = ROOT / "tkernels" / "device.py"
+WHOLE_NETWORKS = ROOT / "bench" / "model"  # what it times is the runner
 FOR_TRANSFORMERS = ROOT / "tkernels" / "transformers_attention.py"  # users import it, we do not
 
 SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
@@ -87,6 +88,14 @@ def test_import_brings_torch_alone() -> None:
         f"import sys, tkernels\nprint(*(name for name in {foreign!r} if name in sys.modules))"
     )
     assert loaded.split() == []
+
+
+def test_bench_of_kernels_needs_no_runner() -> None:
+    program = HIDE.format(hidden={"model"}) + (
+        "import sys\nfrom bench.__main__ import main\n"
+        "assert main(['--list']) == 0\nassert 'bench.model' not in sys.modules"
+    )
+    assert "rms_norm" in output(program, device="cpu")
 
 
 def test_reference_works_without_triton() -> None:
@@ -192,6 +201,8 @@ def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def test_imports_go_one_way(path: Path) -> None:
     package = path.relative_to(ROOT).parts[0]
     forbidden = {*PACKAGES, "tests"} - {package, "tkernels"}
+    if WHOLE_NETWORKS in path.parents:
+        forbidden -= {"model"}
     if package == "tkernels":
         forbidden |= {"optuna"} if path == FOR_TRANSFORMERS else {"optuna", "transformers"}
     wrong = [f"line {line}: {name}" for line, name in imported(tree_of(path)) if name in forbidden]
@@ -285,6 +296,8 @@ def test_each_package_has_sources() -> None:
     [
         ("bench --list", 0, ""),
         ("bench --kernel rope --rounds 1", 2, "expected triton to be installed"),
+        ("bench model --variants eager", 2, "expected triton to be installed"),
+        ("bench engine --kernels triton", 2, "expected triton to be installed"),
         ("autotune --kernel rope --trials 1", 2, "expected triton to be installed"),
         ("model.generate --kernels triton --prompt hi", 2, "expected triton to be installed"),
     ],

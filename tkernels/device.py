@@ -393,6 +393,45 @@ def capture(graph: Any, *, pool: Any = None) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def profiled() -> Iterator[list[tuple[str, float, float]]]:
+    """Records what runs inside the ``with`` block; the list is filled when the block has ended.
+
+    Its entries are (name, begin, end), in microseconds of one clock: kernels and copies of the
+    device, in replayed graphs too. On the CPU they are operators of PyTorch that no other called.
+    The first use starts the driver's tracing, which stays and slows launches down: to be done when
+    nothing is left to be timed, and before the graphs are captured that are recorded.
+
+    Raises:
+        UnsupportedError: no recording is known here for this kind of device.
+    """
+    if KIND == "npu":
+        raise UnsupportedError("tkernels: expected an NVIDIA GPU or the CPU to profile, got an NPU")
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
+    from torch.profiler import ProfilerActivity, profile
+
+    on_cpu = tensor_device().type == "cpu"
+    activity, wanted = (
+        (ProfilerActivity.CPU, DeviceType.CPU)
+        if on_cpu
+        else (ProfilerActivity.CUDA, DeviceType.CUDA)
+    )
+    if not on_cpu:
+        # Torn down after a recording, tracing may crash in the next one where there are graphs
+        # (torch/profiler/profiler.py, which sees to it for the graphs of torch.compile alone).
+        os.environ["TEARDOWN_CUPTI"] = "0"
+    found: list[tuple[str, float, float]] = []
+    synchronize()
+    with profile(activities=[activity]) as recorder:
+        yield found
+        synchronize()
+    found += (
+        (e.name, float(e.time_range.start), float(e.time_range.end))
+        for e in recorder.events() or ()
+        if e.device_type == wanted and e.cpu_parent is None
+    )
+
+
 def memory_peak(*, reset: bool = False) -> int:
     """Peak bytes: of the allocator on an accelerator, of the process (resident set) on the CPU."""
     if tensor_device().type == "cpu":
