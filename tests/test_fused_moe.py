@@ -20,6 +20,8 @@ from tkernels.ops.moe_gemm import SPEC
 from tkernels.ops.quantize_per_token import quantize_per_token_ref
 from tkernels.testing import assert_close, guarded, poisoned_memory
 
+pytestmark = pytest.mark.thin(2)
+
 T, E, TOP_K, H, WIDE = 13, 6, 2, 32, 24
 
 

@@ -32,6 +32,8 @@ from model.runner import Runner
 from model.sampler import SamplingParams, alike, request_key, sample, sample_rows
 from tkernels import device
 
+pytestmark = pytest.mark.thin(2)
+
 OPS = Launched(tkernels.reference)
 POISON = 63  # a block of the cache that no sequence gets
 on_cpu = pytest.mark.skipif(device.KIND != "cpu", reason="the stand-in's tensors are on the CPU")

@@ -125,8 +125,7 @@ def test_released_sequences_leave_no_slot_behind(calibration: Path) -> None:
         assert all((p.slots == NO_SLOT).all() for p in pools if p.slots is not None)
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("mode", ["int8", "int8_fp4"])
+@pytest.mark.parametrize("mode", [pytest.param("int8", marks=pytest.mark.slow), "int8_fp4"])
 @pytest.mark.skipif(device.KIND != "cpu", reason="the tiny model lies on the CPU")
 def test_kernels_and_their_references_agree(mode: str, calibration: Path) -> None:
     """Chunks, steps, and a second sequence in the pages that the first one gave back."""

@@ -116,7 +116,7 @@ def reordered(value: Any) -> Any:
     return value.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(12)
 @each_case
 def test_operator_promises_the_strides_that_come(
     spec: KernelSpec, case: Case, dev: torch.device

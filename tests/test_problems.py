@@ -46,6 +46,10 @@ def shapes(kernel: str, *texts: str) -> list[Any]:
 # ---- sizes by hand -----------------------------------------------------------------------------
 
 
+SKINNY = [  # (tokens, outputs, inputs) of skinny_linear and what stands on it
+    *((1, 1024, 2048), (1, 1024, 3072), (1, 3072, 1024), (1, 4096, 1024), (1, 151936, 4096)),
+    *((m, n, k) for m in (1, 4, 16) for n, k in ((4096, 4096), (6144, 4096), (12288, 4096))),
+]
 SHAPES = {  # of each bench case; of all its kernels where several have one of that name
     "decode-b64-ctx4096-32/8x128-bf16": "batch=64,context=4096",
     "decode-b256-ctx1024-32/8x128-bf16": "batch=256,context=1024",
@@ -107,6 +111,11 @@ SHAPES = {  # of each bench case; of all its kernels where several have one of t
     "16x4096x12288-bf16": "tokens=16,outputs=4096,inputs=12288",
     "64x12288x4096-bf16": "tokens=64,outputs=12288,inputs=4096",
     "4096x12288x4096-bf16": "tokens=4096,outputs=12288,inputs=4096",
+    **{
+        f"{gated and 'gated-'}{m}x{n}x{k}-bf16": f"tokens={m},outputs={n},inputs={k}{gated}"
+        for gated in ("", ",silu_and_mul=true")
+        for m, n, k in SKINNY
+    },
     "none-8192x8192x8192-bf16": "tokens=8192,outputs=8192,inputs=8192,masked=true",
     "none-16x12288x4096-bf16": "tokens=16,outputs=12288,inputs=4096,masked=true",
     "64x32x128-bf16": "tokens=64",

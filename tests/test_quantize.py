@@ -38,6 +38,8 @@ from model.perplexity import divergence, logits_of
 from model.quantized_matrix import Int8Matrix, PackedMatrix, Parts
 from model.weights import load_model
 
+pytestmark = pytest.mark.thin(2)
+
 NAME = "llama-32"  # 96 and 160 inputs: groups of 32
 SCHEMES = quantize_plan.SCHEMES
 Q0, DOWN1 = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"

@@ -26,6 +26,8 @@ from transformers.masking_utils import (
 import tkernels.transformers_attention as ours
 from tkernels.transformers_attention import MaskRule
 
+pytestmark = pytest.mark.thin(2)
+
 LIMIT = 1e-4  # max abs difference of fp32 logits
 BASE = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

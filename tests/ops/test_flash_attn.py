@@ -22,7 +22,7 @@ from tkernels.flash_attn_cases import flash_problem
 from tkernels.ops.flash_attn import SPEC
 from tkernels.testing import assert_close, guarded, tensors_of
 
-pytestmark = pytest.mark.thin(2)
+pytestmark = pytest.mark.thin(3)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INF, NAN = math.inf, math.nan

@@ -52,26 +52,26 @@ def see(
 
 @pytest.mark.parametrize("ops", [tkernels, reference], ids=["kernel", "reference"])
 def test_the_one_that_goes_bad_falls_back_within_64_tokens(ops: Any, dev: torch.device) -> None:
-    """Eight requests decode; one has outliers from token 100 on; the state of others is unmoved."""
+    """Four requests decode; one has outliers from token 100 on; the state of others is unmoved."""
     plain, spoilt = state(dev), state(dev)
     fell_at = None
-    slots = [*range(8)] * 4  # four tokens a step
+    slots = [*range(4)] * 4  # four tokens a step
     for token in range(0, 140, 4):
-        x = gaussian(32, seed=token)
+        x = gaussian(16, seed=token)
         see(x, slots, plain, ops)
         if token >= 100:
-            x[5::8, ::16] *= 40
+            x[2::4, ::16] *= 40
         see(x, slots, spoilt, ops)
         if fell_at is None and int(spoilt["mask"]):
             fell_at = token
     assert fell_at == 124  # with the end of its second window, 28 tokens on
     assert int(plain["mask"]) == 0
-    assert int(spoilt["mask"]) == 1 << 5
-    assert spoilt["counters"][0, 5].tolist() == [0, 128, KL, 128]
-    others = [0, 1, 2, 3, 4, 6, 7]
+    assert int(spoilt["mask"]) == 1 << 2
+    assert spoilt["counters"][0, 2].tolist() == [0, 128, KL, 128]
+    others = [0, 1, 3]
     for name in ("histogram", "moments", "counters"):
         assert torch.equal(spoilt[name][:, others], plain[name][:, others]), name
-    assert plain["counters"][0, 5].tolist() == [12, 140, 0, 0]
+    assert plain["counters"][0, 2].tolist() == [12, 140, 0, 0]
 
 
 def test_a_bit_stays_set_and_the_verdict_is_the_first(dev: torch.device) -> None:
@@ -80,8 +80,8 @@ def test_a_bit_stays_set_and_the_verdict_is_the_first(dev: torch.device) -> None
         see(gaussian(1, seed=token) + 3, [2], kept)
     first = {name: t.clone() for name, t in kept.items()}
     assert first["counters"][0, 2].tolist() == [0, 64, KL, 64]
-    for token in range(70):
-        see(gaussian(1, seed=token), [2], kept)
+    for token in range(7):
+        see(gaussian(10, seed=token), [2] * 10, kept)
     for name, before in first.items():
         assert torch.equal(kept[name], before), name
 
