@@ -42,12 +42,13 @@ def row(kernel: str, case: str, variant: Variant, figures: Row) -> Row:
 
 def known(variant: Variant, linalg: str) -> Row | None:
     """Figures that these versions of the compilers gave for this text, or None."""
-    found = _known().get(json.dumps(_identity(variant)))
+    found = known_rows().get(json.dumps(_identity(variant)))
     return found if found is not None and found["text"] == text_hash(linalg) else None
 
 
 @functools.cache
-def _known() -> dict[str, Row]:
+def known_rows() -> dict[str, Row]:
+    """Figures by identity; none of them if the table belongs to other versions."""
     stored_versions, stored = load()
     if stored_versions != versions():
         return {}

@@ -222,10 +222,29 @@ def test_hang_is_ended() -> None:
 def test_grown_table_row_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     variant = variant_of(_launch_of(_add, *_vectors(64), 64, BLOCK=64))
     linalg = lower(variant)
-    row = table.row("add", "n64", variant, linalg, bisheng.check(linalg))
+    row = table.row("add", "n64", variant, table.figures_of(linalg, bisheng.check(linalg)))
     monkeypatch.setattr(table, "load", lambda: (table.versions(), [row]))
     assert table.differences("add", [row]) == []
     assert table.differences("add", [{**row, "ub": 1024}])[0].endswith("(case n64): ub 512 -> 1024")
     assert table.differences("add", [])[0].startswith("gone: add: _add(")
     other = {**row, "constants": {"BLOCK": 128}}
     assert [line.split(":")[0] for line in table.differences("add", [row, other])] == ["new"]
+
+
+@pytest.mark.parametrize("changed", ["nothing", "text", "compiler", "options"])
+def test_only_the_same_text_is_known(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same kernel, compiled with the same options by the same compilers."""
+    variant = variant_of(_launch_of(_add, *_vectors(64), 64, BLOCK=64))
+    linalg = lower(variant)
+    figures = table.figures_of(linalg, bisheng.check(linalg))
+    row = table.row("add", "n64", variant, figures)
+    versions = table.versions()
+    if changed == "compiler":
+        versions |= {"ascendnpu-ir": "0"}
+    if changed == "options":
+        row |= {"options": {"multibuffer": False}}
+    monkeypatch.setattr(table, "load", lambda: (versions, [row]))
+    table.known_rows.cache_clear()
+    found = table.known(variant, linalg.replace("64", "65") if changed == "text" else linalg)
+    table.known_rows.cache_clear()
+    assert found == (figures if changed == "nothing" else None)
