@@ -24,7 +24,17 @@ from tkernels.device import Device
 from tkernels.ops import skinny_linear as linear
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
-from tkernels.skinny_linear_cases import linear_cost, linear_inputs, linear_problem, linear_shape
+from tkernels.skinny_linear_facts import (
+    FIELDS,
+    linear_cost,
+    linear_default,
+    linear_illegal,
+    linear_inputs,
+    linear_problem,
+    linear_shape,
+    linear_space,
+    linear_tuning_key,
+)
 
 _OP = "fused_add_rms_norm_linear"
 
@@ -95,6 +105,11 @@ def fused_add_rms_norm_linear(
         residual_out = new_output(_OP, x)
     if residual_out is out:
         raise one_for_both(_OP, "residual_out", "out")
+    if residual_out is residual or residual_out is x:
+        raise ValueError(
+            f"{_OP}: residual_out must be a tensor of its own, since other programs still read "
+            f"residual and x, got {'residual' if residual_out is residual else 'x'}"
+        )
     tensors = (x, residual, norm_weight, weight, out, residual_out)
     plan = planned(_plan, config, tensors if bias is None else (*tensors, bias), silu_and_mul, eps)
     if plan is not None:
@@ -139,7 +154,7 @@ def _make_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
 
 
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
-    return linear.linear_illegal(config, problem, dev, norm=True)
+    return linear_illegal(config, problem, dev, norm=True)
 
 
 def _cost(problem: Problem) -> Cost:
@@ -171,7 +186,7 @@ SPEC = register(
         name=_OP,
         launch=fused_add_rms_norm_linear,
         reference=fused_add_rms_norm_linear_ref,
-        problem_fields=linear.FIELDS,
+        problem_fields=FIELDS,
         make_inputs=_make_inputs,
         cases=(
             Case("5x40x96-fp16", _P(5, 40, 96, _FP16, bias=True)),
@@ -187,9 +202,9 @@ SPEC = register(
             Case("gated-1x12288x4096-bf16", _P(1, 12288, 4096, gated=True), _BENCH),
             Case("gated-4x12288x4096-bf16", _P(4, 12288, 4096, gated=True), _BENCH),
         ),
-        tuning_key=linear.linear_tuning_key,
-        space=linear.linear_space,
-        default_config=linear.linear_default,
+        tuning_key=linear_tuning_key,
+        space=linear_space,
+        default_config=linear_default,
         why_illegal=_why_illegal,
         cost=_cost,
         outputs=("out", "residual_out"),

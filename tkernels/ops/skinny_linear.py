@@ -12,7 +12,7 @@ Any number of rows is right; few are fast. In ``variant`` "dot" BLOCK_M rows sha
 weights, in matrix instructions. In "vector" a program has one row and multiplies in fp32, element
 by element: a row has no use for more, and its sums need no layout but that in which weights arrive.
 It asks for its first weights before it waits for the kernel that writes x to end (``PDL``), and for
-the next ones before it multiplies.
+the next ones before it multiplies (``AHEAD``) or behind that.
 
 With a norm, "vector" scales at the end: sum(w * h * g) / rms(h) needs h once. "dot" rounds
 h * g / rms(h) to x's dtype first, as separate kernels do, so it goes over h twice.
@@ -35,11 +35,21 @@ from tkernels.check import (
     describe,
     new_output,
 )
-from tkernels.config import planned, resolve, why_no_launch
-from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
-from tkernels.ops.paged_attn import _has_pdl, _let_next_kernel_start, _wait_for_earlier_kernels
+from tkernels.config import planned, resolve
+from tkernels.device import Device, bind, cdiv, tl, triton
+from tkernels.ops.paged_attn import _let_next_kernel_start, _wait_for_earlier_kernels
 from tkernels.registry import Case, Config, KernelSpec, Problem, op, register
-from tkernels.skinny_linear_cases import linear_cost, linear_inputs, linear_problem, linear_shape
+from tkernels.skinny_linear_facts import (
+    FIELDS,
+    linear_cost,
+    linear_default,
+    linear_illegal,
+    linear_inputs,
+    linear_problem,
+    linear_shape,
+    linear_space,
+    linear_tuning_key,
+)
 
 _OP = "skinny_linear"
 
@@ -95,6 +105,18 @@ def _weights(w_ptr, stride_w, rows, start, n_out, n_inner, EVEN_K: tl.constexpr,
 
 
 @triton.jit
+def _following(
+    w, w_ptr, stride_w, rows, start, n_out, n_inner, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The weights behind those at ``start``, if there are any; else w."""
+    if start + BLOCK_K < n_inner:
+        w = _weights(
+            w_ptr, stride_w, rows, start + BLOCK_K, n_out, n_inner, EVEN_K, EVEN_N, BLOCK_K)
+    return w
+
+
+@triton.jit
 def _finished(y, bias_ptr, cols, n_cols, HAS_BIAS: tl.constexpr):
     if HAS_BIAS:
         y += tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
@@ -106,7 +128,8 @@ def _one_row(
     row, cols, n_put, x_ptr, residual_ptr, gain_ptr, w_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr,
     sum_ptr, stride_x, stride_r, stride_w, stride_o, stride_s, n_cols, n_inner, eps,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr,
-    EVEN_N: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """One row and BLOCK_N columns, multiplied element by element."""
     w = _weights(w_ptr, stride_w, cols, 0, n_cols, n_inner, EVEN_K, EVEN_N, BLOCK_K)
@@ -131,16 +154,24 @@ def _one_row(
             h *= tl.load(gain_ptr + k, mask=k < n_inner, other=0.0).to(tl.float32)
         else:
             h = tl.load(x_ptr + row64 * stride_x + k, mask=k < n_inner, other=0.0).to(tl.float32)
-        acc += w.to(tl.float32) * h[None, :]
+        w_now = w
         if GATED:
-            up_acc += v.to(tl.float32) * h[None, :]
-        if start + BLOCK_K < n_inner:
-            w = _weights(
-                w_ptr, stride_w, cols, start + BLOCK_K, n_cols, n_inner, EVEN_K, EVEN_N, BLOCK_K)
+            v_now = v
+        if AHEAD:
+            w = _following(
+                w, w_ptr, stride_w, cols, start, n_cols, n_inner, EVEN_K, EVEN_N, BLOCK_K)
             if GATED:
-                v = _weights(
-                    up_ptr, stride_w, cols, start + BLOCK_K, n_cols, n_inner, EVEN_K, EVEN_N,
-                    BLOCK_K)
+                v = _following(
+                    v, up_ptr, stride_w, cols, start, n_cols, n_inner, EVEN_K, EVEN_N, BLOCK_K)
+        acc += w_now.to(tl.float32) * h[None, :]
+        if GATED:
+            up_acc += v_now.to(tl.float32) * h[None, :]
+        if not AHEAD:
+            w = _following(
+                w, w_ptr, stride_w, cols, start, n_cols, n_inner, EVEN_K, EVEN_N, BLOCK_K)
+            if GATED:
+                v = _following(
+                    v, up_ptr, stride_w, cols, start, n_cols, n_inner, EVEN_K, EVEN_N, BLOCK_K)
     y = tl.sum(acc, 1)
     scale = 1.0
     if HAS_NORM:
@@ -230,8 +261,9 @@ def _skinny_linear_kernel(
     x_ptr, residual_ptr, gain_ptr, w_ptr, bias_ptr, out_ptr, sum_ptr,
     stride_x, stride_r, stride_w, stride_o, stride_s, n_cols, n_inner, n_rows, n_m, n_tiles, eps,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr,
-    EVEN_N: tl.constexpr, PDL: tl.constexpr, SWAP: tl.constexpr, DOT: tl.constexpr,
-    ONE_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, PDL: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr,
+    DOT: tl.constexpr, ONE_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     up_ptr = w_ptr + tl.cast(n_cols, tl.int64) * stride_w
     up_bias_ptr = bias_ptr + n_cols
@@ -239,14 +271,14 @@ def _skinny_linear_kernel(
         _skinny_linear_tile(
             tl.program_id(0), x_ptr, residual_ptr, gain_ptr, w_ptr, up_ptr, bias_ptr, up_bias_ptr,
             out_ptr, sum_ptr, stride_x, stride_r, stride_w, stride_o, stride_s, n_cols, n_inner,
-            n_rows, n_m, eps, HAS_NORM, HAS_BIAS, GATED, EVEN_K, EVEN_N, PDL, SWAP, DOT, BLOCK_M,
-            BLOCK_N, BLOCK_K)
+            n_rows, n_m, eps, HAS_NORM, HAS_BIAS, GATED, EVEN_K, EVEN_N, PDL, SWAP, AHEAD, DOT,
+            BLOCK_M, BLOCK_N, BLOCK_K)
     else:
         for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
             _skinny_linear_tile(
                 tile, x_ptr, residual_ptr, gain_ptr, w_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr,
                 sum_ptr, stride_x, stride_r, stride_w, stride_o, stride_s, n_cols, n_inner, n_rows,
-                n_m, eps, HAS_NORM, HAS_BIAS, GATED, EVEN_K, EVEN_N, PDL, SWAP, DOT, BLOCK_M,
+                n_m, eps, HAS_NORM, HAS_BIAS, GATED, EVEN_K, EVEN_N, PDL, SWAP, AHEAD, DOT, BLOCK_M,
                 BLOCK_N, BLOCK_K)
 
 
@@ -255,8 +287,8 @@ def _skinny_linear_tile(
     tile, x_ptr, residual_ptr, gain_ptr, w_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr, sum_ptr,
     stride_x, stride_r, stride_w, stride_o, stride_s, n_cols, n_inner, n_rows, n_m, eps,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN_K: tl.constexpr,
-    EVEN_N: tl.constexpr, PDL: tl.constexpr, SWAP: tl.constexpr, DOT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, PDL: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr,
+    DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     cols = tile // n_m * BLOCK_N + tl.arange(0, BLOCK_N)
     # Columns of sums that a program stores, which all programs of a row have in common.
@@ -271,7 +303,7 @@ def _skinny_linear_tile(
         _one_row(
             tile % n_m, cols, n_put, x_ptr, residual_ptr, gain_ptr, w_ptr, up_ptr, bias_ptr,
             up_bias_ptr, out_ptr, sum_ptr, stride_x, stride_r, stride_w, stride_o, stride_s, n_cols,
-            n_inner, eps, HAS_NORM, HAS_BIAS, GATED, EVEN_K, EVEN_N, PDL, BLOCK_N, BLOCK_K)
+            n_inner, eps, HAS_NORM, HAS_BIAS, GATED, EVEN_K, EVEN_N, AHEAD, PDL, BLOCK_N, BLOCK_K)
 
 
 # fmt: on
@@ -400,7 +432,7 @@ def plan_linear(
     if m == 0:
         return None
     cfg, max_programs = resolve(spec, (m, n, k, x.dtype, gated), config)
-    cfg = {"PDL": False, "SWAP": False, **cfg}  # Ascend has neither
+    cfg = {"PDL": False, "SWAP": False, "AHEAD": False, **cfg}  # Ascend has none of these
     n_m, n_n = cdiv(m, cfg["BLOCK_M"]), cdiv(n, cfg["BLOCK_N"])
     n_tiles = n_m * n_n
     if n_tiles > 2**31 - 2**16:
@@ -429,141 +461,6 @@ def plan_linear(
 
 
 # ---- facts for tests, bench and tuner --------------------------------------------------------
-
-FIELDS = ("m", "n", "k", "dtype", "gated")
-
-
-def linear_tuning_key(problem: Problem) -> dict[str, Any]:
-    """Sizes in powers of two, of rows 1, 8, 16, 32, ..."""
-    p = problem
-    rows = 1 if p["m"] == 1 else min(max(8, next_power_of_2(p["m"])), 1024)
-    return {
-        "rows_up_to": rows,
-        "n_up_to": next_power_of_2(p["n"]),
-        "k_up_to": next_power_of_2(p["k"]),
-        "gated": p["gated"],
-        "itemsize": p["dtype"].itemsize,
-    }
-
-
-def linear_space(dev: Device) -> dict[str, list[Any]]:
-    """Search space of both operations."""
-    space: dict[str, list[Any]] = {
-        "BLOCK_M": [1, 8, 16, 32, 64],
-        "BLOCK_N": [1, 2, 4, 8, 16, 32, 64, 128],
-        "BLOCK_K": [32, 64, 128, 256, 512, 1024, 2048, 4096],
-        "programs_per_core": [0, 1, 2, 4, 8],
-        "variant": ["vector", "dot"],
-    }
-    if dev.is_npu:
-        return {**space, "programs_per_core": [1]}
-    return {
-        **space,
-        "SWAP": [False, True],
-        "PDL": [False, True] if _has_pdl(dev) else [False],
-        "num_warps": [1, 2, 4, 8],
-        "num_stages": [1, 2, 3, 4, 5, 6],
-    }
-
-
-def linear_default(problem: Problem, dev: Device) -> Config:
-    """Heuristic of both operations."""
-    p = problem
-    columns, size = max(32, next_power_of_2(p["k"])), p["dtype"].itemsize
-    outputs = next_power_of_2(p["n"])
-    if dev.is_npu:
-        if p["m"] == 1:
-            block_k = min(columns, 1024)
-            halves = 2 if p["gated"] else 1
-            block_n = min(outputs, max(1, dev.local_mem_bytes // 24 // block_k // halves))
-            block_n = 1 << (block_n.bit_length() - 1)
-            one = {"BLOCK_M": 1, "BLOCK_N": block_n, "BLOCK_K": block_k}
-            return {**one, "variant": "vector", "programs_per_core": 1}
-        block_n = max(16, min(64, outputs))
-        dot = {"BLOCK_M": 16, "BLOCK_N": block_n, "BLOCK_K": min(columns, 128)}
-        return {**dot, "variant": "dot", "programs_per_core": 1}
-    pdl = {"PDL": _has_pdl(dev), "programs_per_core": 0}
-    if p["m"] == 1:
-        # A warp reads 16 bytes a lane of a row of weights. Programs are small, so that all the
-        # cores have some and the first loads of many are on their way while others multiply.
-        block_k = min(columns, 2048 // size)
-        warps = max(1, min(4, block_k * size // 512))
-        block_n = 8 if not p["gated"] else 4
-        while block_n > 1 and cdiv(p["n"], block_n) < 2 * dev.num_cores:
-            block_n //= 2
-        block_n = min(block_n, outputs)
-        one = {"BLOCK_M": 1, "BLOCK_N": block_n, "BLOCK_K": block_k, "SWAP": False}
-        return {**one, **pdl, "variant": "vector", "num_warps": warps, "num_stages": 1}
-    swap = p["dtype"] != torch.float32
-    rows = min(32, max(8 if swap else 16, next_power_of_2(p["m"])))
-    block_k = min(columns, 256 // size)
-    few: Config = {"BLOCK_M": rows, "BLOCK_N": 64 if swap else 16, "BLOCK_K": block_k, "SWAP": swap}
-    few |= {**pdl, "variant": "dot", "num_warps": 4, "num_stages": 4 if swap else 2}
-    while few["num_stages"] > 1 and _shared_bytes(few, problem) > dev.local_mem_bytes:
-        few["num_stages"] -= 1
-    return few
-
-
-def _shared_bytes(config: Config, problem: Problem) -> int:
-    """Stages of rows and weights, and the sums, which change their layout."""
-    m, n, k = (int(config[name]) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
-    halves = 2 if problem["gated"] else 1
-    size: int = problem["dtype"].itemsize
-    return int(config["num_stages"]) * (m + n * halves) * k * size + m * n * 4
-
-
-def linear_illegal(config: Config, problem: Problem, dev: Device, *, norm: bool) -> str | None:
-    """Reason why a config cannot run on ``dev``, or None."""
-    if why := why_no_launch(config, dev, "BLOCK_M", "BLOCK_N", "BLOCK_K"):
-        return why
-    m, n, k = (config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
-    size, halves = problem["dtype"].itemsize, 2 if problem["gated"] else 1
-    dot = config["variant"] == "dot"
-    if config["variant"] not in ("vector", "dot"):
-        return f"variant must be vector or dot, got {config['variant']!r}"
-    if dot == (m == 1):
-        return f"variant vector has BLOCK_M=1 and dot more, got {config['variant']} and {m}"
-    if dev.is_npu:
-        return _illegal_on_ascend(config, size, halves, dev.local_mem_bytes)
-    if config["PDL"] and not _has_pdl(dev):
-        return f"PDL needs sm90 or later, got {dev.arch}"
-    threads = 32 * config["num_warps"]
-    if not dot:
-        if config["SWAP"] or config["num_stages"] > 1:
-            return "SWAP and num_stages are for variant dot"
-        registers = n * k * halves * (4 + size) // 4 // threads + k // threads * 6
-        if registers > 200:
-            return f"about {registers} of 255 registers a thread would hold the tile alone"
-        if n * k < threads * 4 and config["num_warps"] > 1:
-            return f"{config['num_warps']} warps have nothing to do with {n * k} weights"
-        return None
-    if config["SWAP"] and (n < 64 or n % (16 * config["num_warps"])):
-        return f"SWAP needs BLOCK_N of 64 or more and of 16 a warp, got {n}"
-    if config["SWAP"] and size == 4:
-        return "SWAP is for 16-bit numbers"
-    if not config["SWAP"] and (m < 16 or n < 16):
-        return f"tiles of variant dot have 16 rows and columns or more, got {m} and {n}"
-    registers = m * n * halves // threads + (m * k * 2 // threads if norm else 0)
-    if registers > 160:
-        return f"about {registers} of 255 registers a thread would hold the sums alone"
-    if size == 4 and m * n * k > 64 * 64 * 64:
-        return f"a product of {m} x {n} x {k} in fp32 would be unrolled into too much code"
-    if (shared := _shared_bytes(config, problem)) > dev.local_mem_bytes:
-        return f"about {shared} bytes of shared memory, {dev.local_mem_bytes} available"
-    return None
-
-
-def _illegal_on_ascend(config: Config, size: int, halves: int, available: int) -> str | None:
-    m, n, k = (config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
-    if config["variant"] == "dot":
-        if m < 16 or n < 16:
-            return f"tiles of variant dot have 16 rows and columns or more, got {m} and {n}"
-        need = m * k * (8 + size) + m * n * 4 * (1 + halves)
-    else:
-        need = n * k * halves * (8 + 2 * size)
-    if need > available:
-        return f"the tile needs about {need} bytes of UB, {available} available"
-    return None
 
 
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
