@@ -84,7 +84,9 @@ def fused_add_rms_norm_linear(
         x: [M, K >= 1], fp32, bf16 or fp16.
         residual: shape and dtype of x.
         norm_weight: [K], contiguous, fp32, bf16 or fp16.
-        weight: [N, K], or [2 N, K] with ``silu_and_mul``: gate rows, then up rows; dtype of x.
+        weight: [N, K], or [2 N, K] with ``silu_and_mul``: gate rows, then up rows; dtype of x. With
+            ``PDL`` it is read before the kernel that was launched just before has ended, so that
+            one must not write it.
         bias: one number for each row of weight, dtype of x.
         silu_and_mul: the result is silu(gate) * up.
         eps: added to the mean square; > 0.

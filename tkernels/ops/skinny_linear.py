@@ -324,7 +324,8 @@ def skinny_linear(
     Args:
         x: [M, K >= 1], fp32, bf16 or fp16, contiguous columns, any row stride.
         weight: [N, K], or [2 N, K] with ``silu_and_mul``: gate rows, then up rows; dtype of x,
-            contiguous columns, any row stride.
+            contiguous columns, any row stride. With ``PDL`` it is read before the kernel that was
+            launched just before has ended, so that one must not write it.
         bias: one number for each row of weight, dtype of x.
         silu_and_mul: the result is silu(gate) * up.
         out: [M, N] of x's dtype, contiguous columns, any row stride, written and returned; it may
