@@ -34,6 +34,8 @@ CHUNK = 256  # tokens between two moves of the bar
 class Tap:
     """The operations ``ops``, with ``see(layer, k, v)`` told of all K and V that are appended."""
 
+    fused_qk_norm_rope_append = None  # its K would not be seen
+
     def __init__(self, ops: Any, num_layers: int, see: Any) -> None:
         self._ops, self._num_layers, self._see, self._calls = ops, num_layers, see, 0
 

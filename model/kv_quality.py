@@ -71,6 +71,8 @@ def plant(model: Any, ids: list[int]) -> None:
 class AttentionErrors:
     """Operations of a pass over one context that also quantise its K and V in each mode."""
 
+    fused_qk_norm_rope_append = None  # its K would not be seen
+
     def __init__(self, ops: Any, config: Any, modes: dict[str, Any]) -> None:
         self._ops, self._config, self._modes = ops, config, modes
         self._layer, self._q = 0, torch.empty(0)

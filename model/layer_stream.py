@@ -17,7 +17,7 @@ import tkernels
 from model import weights
 from model.config import ModelConfig
 from model.kv_cache import BLOCK_SIZE, BlockAllocator, SequenceState, allocate_cache, build_metadata
-from model.qwen3 import Layer, Linear, _attention, over_cache
+from model.qwen3 import Layer, Linear, OverCache, _attention
 from model.sources import Source
 
 WINDOW = 1024  # tokens that attend to one another, at most
@@ -107,7 +107,7 @@ class LayerStream:
         """Hidden states [T, H] after ``layer``."""
         config, ops, eps = self.config, self._ops, self.config.rms_norm_eps
         x = ops.rms_norm(hidden, layer.input_layernorm, eps=eps)
-        attend = over_cache(ops, self._cache, self._meta)
+        attend = OverCache(ops, self._cache, self._meta)
         qkv = layer.qkv_proj(x, ops)
         x = _attention(config, layer, ops, qkv, self._positions, self._table, 0, attend)
         x, hidden = layer.mlp_behind_norm(x, hidden, ops, eps=eps)

@@ -27,6 +27,9 @@ Tensor = torch.Tensor
 # Steps of up to so many tokens take norms and activations along in their projections, in kernels
 # that read weights once. 0: none, until those have been timed on a card.
 FEW_ROWS = 0
+# Steps of up to so many tokens norm and rotate q and k and write to the cache in one launch, where
+# attention reads the pages. 0: none, until that has been timed on a card.
+APPENDED_ROWS = 0
 # (layer, q [T, Hq, D], k and v [T, Hk, D], rotated) -> [T, Hq, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -204,7 +207,7 @@ def forward(
     Returns:
         fp32 [num_logits, V], or [T, V].
     """
-    attend = over_cache(ops, cache, meta)
+    attend = OverCache(ops, cache, meta)
     x = hidden_states(model, ops, input_ids, positions, cos_sin_cache, attend)
     if num_logits == 0:
         return torch.empty((0, model.config.vocab_size), device=x.device)
@@ -256,55 +259,49 @@ def _attention(
     heads = qkv.view(qkv.shape[0], -1, config.head_dim)  # [T, Hq + 2 Hk, D]
     v = heads[:, -config.num_kv_heads :]
     if layer.q_norm is not None:
-        q, k = ops.fused_qk_norm_rope(
-            qkv,
-            layer.q_norm,
-            layer.k_norm,
-            cos_sin_cache,
-            positions,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            eps=config.rms_norm_eps,
-        )
+        given = (qkv, layer.q_norm, layer.k_norm, cos_sin_cache, positions)
+        sizes = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads}
+        if isinstance(attend, OverCache) and attend.appends_in_passing(index, len(qkv)):
+            pages = attend.cache.k[index], attend.cache.v[index], attend.meta.slot_mapping
+            q = ops.fused_qk_norm_rope_append(*given, *pages, **sizes, eps=config.rms_norm_eps)
+            return layer.o_proj(attend.read(index, q).flatten(1), ops)
+        q, k = ops.fused_qk_norm_rope(*given, **sizes, eps=config.rms_norm_eps)
     else:
         q, k = heads[:, : config.num_heads], heads[:, config.num_heads : -config.num_kv_heads]
         q, k = ops.rope(q, k, cos_sin_cache, positions, q_out=q, k_out=k)
     return layer.o_proj(attend(index, q, k, v).flatten(1), ops)
 
 
-def over_cache(ops: Any, cache: KVCache, meta: AttnMetadata) -> Attend:
+@dataclass
+class OverCache:
     """Attention of a step that puts its new K/V into a cache, and reads what that holds."""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _attend_over_cache(ops, q, k, v, cache.k[layer], cache.v[layer], meta)
+    ops: Any
+    cache: KVCache
+    meta: AttnMetadata
 
-    return attend
-
-
-def _attend_over_cache(
-    ops: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor | QuantizedKV,
-    v_cache: Tensor | QuantizedKV,
-    meta: AttnMetadata,
-) -> Tensor:
-    """Of one layer: [T, Hq, D]."""
-    if isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV):
-        ops.append_quantized_kv(k, v, k_cache, v_cache, meta.slot_mapping)
-    else:
-        ops.append_paged_kv(k, v, k_cache, v_cache, meta.slot_mapping)
-    if meta.sdpa is not None:
-        return sdpa_attention(q, k_cache, v_cache, meta.sdpa)
-    out: Tensor
-    if meta.starts_here and isinstance(k_cache, Tensor):  # all keys are at hand, in one piece
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Of one layer: [T, Hq, D]."""
+        ops, meta, k_cache, v_cache = self.ops, self.meta, self.cache.k[layer], self.cache.v[layer]
+        if isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV):
+            ops.append_quantized_kv(k, v, k_cache, v_cache, meta.slot_mapping)
+        else:
+            ops.append_paged_kv(k, v, k_cache, v_cache, meta.slot_mapping)
+        if meta.sdpa is not None or not meta.starts_here or isinstance(k_cache, QuantizedKV):
+            return self.read(layer, q)
+        # All keys are at hand, in one piece.
         lens, longest = meta.cu_seqlens_q, meta.max_seqlen_q
         sizes = {"max_seqlen_q": longest, "max_seqlen_k": longest}
-        out = ops.flash_attn(q, k, v, cu_seqlens_q=lens, cu_seqlens_k=lens, **sizes)
-    else:
+        out: Tensor = ops.flash_attn(q, k, v, cu_seqlens_q=lens, cu_seqlens_k=lens, **sizes)
+        return out
+
+    def read(self, layer: int, q: Tensor) -> Tensor:
+        """[T, Hq, D], where the new K/V are in the cache."""
+        ops, meta, k_cache, v_cache = self.ops, self.meta, self.cache.k[layer], self.cache.v[layer]
+        if meta.sdpa is not None:
+            return sdpa_attention(q, k_cache, v_cache, meta.sdpa)
         attend = ops.paged_attn if isinstance(k_cache, Tensor) else ops.paged_attn_quantized
-        out = attend(
+        out: Tensor = attend(
             q,
             k_cache,
             v_cache,
@@ -313,7 +310,17 @@ def _attend_over_cache(
             cu_seqlens_q=None if meta.max_seqlen_q == 1 else meta.cu_seqlens_q,
             max_seqlen_q=meta.max_seqlen_q,
         )
-    return out
+        return out
+
+    def appends_in_passing(self, layer: int, num_tokens: int) -> bool:
+        """Whether K/V of a layer may go to its pages as they are made, as nothing else needs them.
+
+        Operations that watch K and V have None for the one that does it.
+        """
+        if num_tokens > APPENDED_ROWS or self.meta.sdpa is not None or self.meta.starts_here:
+            return False
+        fused = getattr(self.ops, "fused_qk_norm_rope_append", None)
+        return fused is not None and isinstance(self.cache.k[layer], Tensor)
 
 
 def _read(cache: Tensor | QuantizedKV, slots: Tensor | slice, dtype: torch.dtype) -> Tensor:

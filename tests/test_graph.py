@@ -19,7 +19,7 @@ from graphs import Graph, Launched, stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tkernels
-from model import calibrate_watch, cpu_ops, generate, quantize
+from model import calibrate_watch, cpu_ops, generate, quantize, qwen3
 from model.ahead import Ahead, choice_of, kind_of, step_inputs
 from model.fallback import Calibration
 from model.graph import KINDS, DecodeGraphs, _Side, batch_sizes, obstacle
@@ -111,6 +111,15 @@ def steps_of(
             theirs[i].token_ids.append(token)
 
 
+def keys_appended_in_passing(graphs: DecodeGraphs) -> bool:
+    """Whether all graphs have one launch for keys, values and queries, or all have two."""
+    [found] = {
+        "fused_qk_norm_rope_append" in " ".join(str(launch[0]) for launch in graph.launches)
+        for graph in graphs._graphs.values()
+    }
+    return found
+
+
 def last_ids(sequences: list[SequenceState]) -> Any:
     return torch.tensor([s.token_ids[-1] for s in sequences]).numpy()
 
@@ -161,11 +170,14 @@ def test_logits_over_a_cache_with_residuals(patch: pytest.MonkeyPatch) -> None:
 
 
 @on_cpu
-def test_kernels_with_padding(patch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("appended_rows", [0, 2])
+def test_kernels_with_padding(appended_rows: int, patch: pytest.MonkeyPatch) -> None:
     """The kernels, not their references: one real row of two, then both, then one."""
+    patch.setattr(qwen3, "APPENDED_ROWS", appended_rows)
     model = dataclasses.replace(tiny("qwen3").ours, layers=tiny("qwen3").ours.layers[:1])
     one, other = (new_runner(model, ops) for ops in (Launched(tkernels), tkernels.reference))
     graphs = captured(one, (2,), max_blocks=2, kinds=("logits",))
+    assert keys_appended_in_passing(graphs) == (appended_rows > 0)
     ours, theirs = (started(r, (3, 17)) for r in (one, other))
     for chosen in ([1], [0, 1], [0]):
         poison(one, graphs)
@@ -415,6 +427,25 @@ def test_replies_are_the_same(kind: str, patch: pytest.MonkeyPatch) -> None:
     whole = replies(model, OPS, params, Limits(9, frozenset()))
     assert replies(model, OPS, params, Limits(9, frozenset()), graphs=True) == whole
     assert {len(r.token_ids) for r in whole} == {9}
+
+
+@on_cpu
+def test_replies_are_the_same_with_keys_appended_in_passing(patch: pytest.MonkeyPatch) -> None:
+    whole = tiny("qwen3").ours
+    model = dataclasses.replace(whole, layers=whole.layers[:1])
+    params = dataclasses.replace(SAMPLINGS["drawn"], seed=5)
+    plain = replies(model, OPS, params, Limits(5, frozenset()))
+    patch.setattr(qwen3, "APPENDED_ROWS", 4)
+    steps: list[int] = []  # rows of each
+    append = tkernels.reference.fused_qk_norm_rope_append
+    patch.setattr(
+        tkernels.reference,
+        "fused_qk_norm_rope_append",
+        lambda qkv, *args, **more: steps.append(len(qkv)) or append(qkv, *args, **more),
+    )
+    assert replies(model, OPS, params, Limits(5, frozenset()), graphs=True) == plain
+    assert len({tuple(r.token_ids) for r in plain}) == 5
+    assert set(steps) == {1, 2, 3}
 
 
 @on_cpu

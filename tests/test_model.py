@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from checkpoints import (
 )
 
 import tkernels
+from model import calibrate_kv, cpu_ops, kv_quality, qwen3
 from model import config as configs
-from model import cpu_ops, qwen3
 from model.gguf_file import read_gguf
-from model.kv_cache import SequenceState
+from model.kv_cache import SequenceState, build_metadata
+from model.kv_quant import choose
 from model.perplexity import perplexity, read_text
+from model.runner import Runner
 from model.sources import open_gguf
 from model.threads import cpu_threads, prompt_threads
 from model.weights import load_model
@@ -227,6 +230,64 @@ def test_kernels_equal_references(
             fused = ["fused_add_rms_norm_linear"] * (2 * layers - 1) + ["fused_add_rms_norm"]
             assert called == (fused if few_rows else apart)
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama-bias"])
+def test_keys_appended_in_passing(
+    family: str, dev: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of up to so many tokens and decode steps have a launch less, and the same logits."""
+    called: list[str] = []
+    for name in ("fused_qk_norm_rope_append", "append_paged_kv", "flash_attn", "paged_attn"):
+        kernel = getattr(tkernels, name)
+        monkeypatch.setattr(
+            tkernels, name, lambda *a, n=name, k=kernel, **b: called.append(n) or k(*a, **b)
+        )
+    whole = load_folder(tiny(family).folder, device=dev)
+    model = dataclasses.replace(whole, layers=whole.layers[:1])
+    ids = random_ids(331, 20)
+    results = []
+    for rows in (0, 3):
+        monkeypatch.setattr(qwen3, "APPENDED_ROWS", rows)
+        runner, sequence = new_runner(model, tkernels), SequenceState([])
+        called.clear()
+        for begin, end in ((0, 5), (5, 8), (8, 12)):
+            sequence.token_ids.extend(ids[begin:end])
+            results.append(runner.prefill([sequence]))
+        sequence.token_ids.append(7)
+        results.append(runner.decode([sequence]))
+        apart, joined = ["append_paged_kv", "paged_attn"], ["fused_qk_norm_rope_append"]
+        few = [*joined, "paged_attn"] if rows and family == "qwen3" else apart
+        assert called == ["append_paged_kv", "flash_attn", *few, *apart, *few]
+    for one, two in zip(results[:4], results[4:], strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=TOLERANCE)
+
+
+def test_keys_that_others_need_are_not_appended_in_passing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By attention outside of the pages, by a cache that quantises, by operations that watch."""
+    monkeypatch.setattr(qwen3, "APPENDED_ROWS", 4)
+    model = tiny("qwen3-heads-of-32").ours
+    runner = new_runner(model, tkernels)
+    quantization = choose("int8", None, None, model.config)
+    quantized = Runner(model, tkernels, num_blocks=4, max_positions=64, quantization=quantization)
+    new, old = (SequenceState([1, 2, 3][: n + 1], n, [0]) for n in (0, 2))
+    sdpa = build_metadata([old], [1], CPU, sdpa=True)
+    pages, start = (build_metadata([s], [1], CPU, sdpa=False) for s in (old, new))
+    tap = calibrate_kv.Tap(tkernels, 1, None)
+    errors = kv_quality.AttentionErrors(tkernels, None, {})
+
+    def appends(ops: Any, cache: Any, meta: Any, rows: int = 4) -> bool:
+        return qwen3.OverCache(ops, cache, meta).appends_in_passing(0, rows)
+
+    assert appends(tkernels, runner.cache, pages)
+    assert not appends(tkernels, runner.cache, pages, rows=5)
+    assert not appends(tkernels, runner.cache, sdpa)
+    assert not appends(tkernels, runner.cache, start)
+    assert not appends(tkernels, quantized.cache, pages)
+    for ops in (tap, errors, cpu_ops):
+        assert not appends(ops, runner.cache, pages)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama-bias"])

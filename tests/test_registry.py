@@ -222,9 +222,11 @@ def test_cost_counts_the_bytes_that_must_move(spec: KernelSpec, dev: torch.devic
         moved = {n: v.nbytes for n, v in tensors.items() if n not in spec.mutates}
         if "cos_sin_cache" in tensors:
             moved["cos_sin_cache"] = len(tensors["positions"]) * tensors["cos_sin_cache"][0].nbytes
-        if "qkv" in tensors:  # v is not read
+        if "qkv" in tensors:  # v is read where there is a cache for it, and goes there with k
             hq, hk = inputs["num_heads"], inputs["num_kv_heads"]
-            moved["qkv"] = moved["qkv"] * (hq + hk) // (hq + 2 * hk)
+            both = 2 * moved["qkv"] * hk // (hq + 2 * hk)
+            cached = "v_cache" in tensors
+            moved |= {"k and v": both} if cached else {"qkv": moved["qkv"] - both // 2}
         if "slot_mapping" in tensors:  # skipped tokens and the width of a slot are not known
             moved["slot_mapping"] = 8 * len(tensors["slot_mapping"])
             new = [t for n, t in tensors.items() if n in ("k", "v")]

@@ -79,7 +79,8 @@ class KernelSpec:
     # say the same in more than one way.
     compared: Callable[[Mapping[str, Any]], tuple[torch.Tensor, ...]] | None = None
     contiguous: tuple[str, ...] = ()  # arguments whose rows may not be padded
-    # Empty results of a call, where the reference reads values, of which a traced tensor has none.
+    # Empty results of a call, where the reference reads values, of which a traced tensor has none,
+    # or where it writes to arguments and returns something, too.
     empty_results: Callable[..., Any] | None = None
     public_module: str = ""  # where the function that users call is, if that is not ``launch``
     providers: Callable[[dict[str, Any]], dict[str, Callable[[], Any]]] | None = (
@@ -221,12 +222,12 @@ def _define_torch_op(spec: KernelSpec) -> None:
 def _fake(spec: KernelSpec, given: dict[str, Any]) -> Any:
     """Results by metadata: the reference runs on fake tensors too.
 
-    It must not write to its arguments there: an op that mutates returns nothing.
+    It must not write to its arguments there: an op that mutates returns nothing, or says what.
     """
-    if spec.mutates:
-        return None
     if spec.empty_results is not None:
         return spec.empty_results(**given)
+    if spec.mutates:
+        return None
     results = spec.reference(**given)
     # A launcher's results are contiguous; the reference's may keep the order of its argument.
     if isinstance(results, torch.Tensor):
