@@ -50,6 +50,8 @@ def calmest(found: torch.Tensor, layers: tuple[int, ...], count: int = 4) -> tup
 class _Tap:
     """The operations ``ops``, with ``see(layer, x)`` told of the inputs of ``down_proj``."""
 
+    skinny_linear = None  # activations that it takes along would not be seen
+
     def __init__(self, ops: Any, num_layers: int, see: Callable[[int, torch.Tensor], None]) -> None:
         self._ops, self._num_layers, self._see, self._calls = ops, num_layers, see, 0
 

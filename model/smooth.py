@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class _NormTap:
     """The operations ``ops``; keeps the largest magnitude of each channel of each norm's output."""
 
+    skinny_linear = None  # norms that it takes along would not be seen
+
     def __init__(self, ops: Any, num_norms: int) -> None:
         self._ops, self._num_norms, self._calls = ops, num_norms, 0
         self.most: dict[int, torch.Tensor] = {}  # of the norms in order, fp32 [H]
