@@ -118,15 +118,11 @@ def load(path: Path, config: ModelConfig) -> Calibration:
 
 def multiplies_in_int8(model: Model) -> bool:
     """Whether a mask would change anything: some layer is w8a8."""
-    from model.quantized_matrix import Int8Matrix, Parts
+    from model.quantized_matrix import multiplies_codes
     from model.qwen3 import Linear
 
-    def parts(linear: Linear) -> tuple[Any, ...]:
-        return linear.weight.parts if isinstance(linear.weight, Parts) else (linear.weight,)
-
     linears = [v for layer in model.layers for v in vars(layer).values() if isinstance(v, Linear)]
-    found = [part for linear in linears for part in parts(linear)]
-    return any(isinstance(p, Int8Matrix) and p.quantized_activations for p in found)
+    return any(any(multiplies_codes(linear.weight)) for linear in linears)
 
 
 class Watch:
@@ -228,7 +224,8 @@ class Step:
     def __init__(
         self, watch: Watch, ops: Any, row_group: torch.Tensor, watched: torch.Tensor
     ) -> None:
-        self._watch, self._ops, self._row_group, self._rows = watch, ops, row_group, watched
+        self._watch, self._row_group, self._rows = watch, row_group, watched
+        self._ops = self.below = ops
         self._place = {layer: w for w, layer in enumerate(watch.calibration.layers)}
         self._calls = 0
         self._kept: torch.Tensor | None = None
@@ -245,15 +242,29 @@ class Step:
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """The input of ``down_proj``; of a watched layer it is written where it stays."""
+        found: torch.Tensor = self._ops.silu_and_mul(x, **self._where(x))
+        return found
+
+    def silu_and_mul_quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same with its codes; rows may run high, so that they are written too."""
+        found: tuple[torch.Tensor, ...]
+        found = self._ops.silu_and_mul_quantized(x, keep=True, **self._where(x))
+        return found
+
+    def fused_add_rms_norm_quantized(self, *rest: Any, **more: Any) -> tuple[torch.Tensor, ...]:
+        found: tuple[torch.Tensor, ...]
+        found = self._ops.fused_add_rms_norm_quantized(*rest, keep=True, **more)
+        return found
+
+    def _where(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Where the next layer's ``silu_and_mul`` of x goes, if it is watched."""
         layer, self._calls = self._calls, self._calls + 1
         w = self._place.get(layer)
         if w is None:
-            found: torch.Tensor = self._ops.silu_and_mul(x)
-            return found
+            return {}
         if self._kept is None:
             self._kept = x.new_empty((len(self._place), x.shape[0], x.shape[1] // 2))
-        kept: torch.Tensor = self._ops.silu_and_mul(x, out=self._kept[w])
-        return kept
+        return {"out": self._kept[w]}
 
     def end(self) -> None:
         """After the last layer."""

@@ -14,6 +14,9 @@ import torch.nn.functional as F  # noqa: N812  (its usual name)
 from model.block_matrix import BlockMatrix
 from model.compressed import unpack
 
+# Of x [T, K], as ``quantize_per_token`` makes them: int8 [T, K] and fp32 [T].
+Codes = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Int8Matrix:
@@ -27,11 +30,14 @@ class Int8Matrix:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scale.nbytes
 
-    def multiply(self, x: torch.Tensor, ops: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(
+        self, x: torch.Tensor, ops: Any, bias: torch.Tensor | None, codes: Codes | None = None
+    ) -> torch.Tensor:
         """x [T, K] -> x W^T + bias [T, N], of x's dtype."""
         # With a fallback ``ops`` adds a mask of the rows that run in 16 bits (model/fallback.py).
         high = not self.quantized_activations
-        y: torch.Tensor = ops.masked_gemm(x, self.codes, self.scale, bias=bias, high=high)
+        given = {} if codes is None else {"x_q": codes[0], "x_scale": codes[1]}
+        y: torch.Tensor = ops.masked_gemm(x, self.codes, self.scale, bias=bias, high=high, **given)
         return y
 
 
@@ -98,22 +104,39 @@ class Parts:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
-    def multiply(self, x: torch.Tensor, ops: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(
+        self, x: torch.Tensor, ops: Any, bias: torch.Tensor | None, codes: Codes | None = None
+    ) -> torch.Tensor:
         """x [T, K] -> x W^T + bias [T, N]: a product for each part."""
-        y = torch.cat([product(x, part, ops, None) for part in self.parts], dim=1)
+        y = torch.cat([product(x, part, ops, None, codes) for part in self.parts], dim=1)
         return y if bias is None else y + bias
 
 
 Weight = Part | Parts  # [out, in]
 
 
+def multiplies_codes(weight: Weight) -> list[bool]:
+    """Of each part of a weight: whether int8 codes of x are what it is multiplied with (W8A8)."""
+    parts = weight.parts if isinstance(weight, Parts) else (weight,)
+    return [isinstance(part, Int8Matrix) and part.quantized_activations for part in parts]
+
+
 def product(
-    x: torch.Tensor, weight: Weight, ops: Any, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: Weight,
+    ops: Any,
+    bias: torch.Tensor | None = None,
+    codes: Codes | None = None,
 ) -> torch.Tensor:
-    """x [T, K] times a weight [N, K] of any kind, + bias [N]: [T, N]."""
+    """x [T, K] times a weight [N, K] of any kind, + bias [N]: [T, N].
+
+    ``codes`` are those of x, where all parts of the weight multiply codes; None makes them here.
+    """
     if isinstance(weight, torch.Tensor):
         return F.linear(x, weight, bias)
     if isinstance(weight, BlockMatrix):
         y = weight.multiply(x)
         return y if bias is None else y + bias
-    return weight.multiply(x, ops, bias)
+    if isinstance(weight, PackedMatrix):
+        return weight.multiply(x, ops, bias)
+    return weight.multiply(x, ops, bias, codes)

@@ -20,7 +20,7 @@ import tkernels
 from model.block_matrix import Matrix
 from model.config import ModelConfig
 from model.kv_cache import AttnMetadata, KVCache, SdpaIndices
-from model.quantized_matrix import Int8Experts, Weight, product
+from model.quantized_matrix import Int8Experts, Weight, multiplies_codes, product
 from tkernels.kv_format import QuantizedKV, read_positions
 
 Tensor = torch.Tensor
@@ -30,6 +30,9 @@ FEW_ROWS = 0
 # Steps of up to so many tokens norm and rotate q and k and write to the cache in one launch, where
 # attention reads the pages. 0: none, until that has been timed on a card.
 APPENDED_ROWS = 0
+# Norms and activations before layers in W8A8 make the codes that these multiply: a launch less for
+# each, and 16-bit rows are neither read again nor, where no row may run high, written.
+FUSED_QUANTIZATION = True
 # (layer, q [T, Hq, D], k and v [T, Hk, D], rotated) -> [T, Hq, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -73,9 +76,30 @@ class Linear:
                 eps=eps,
             )
             return y, residual
-        x, residual = ops.fused_add_rms_norm(x, residual, norm_weight, eps=eps)
-        y = self(x, ops)
+        if normed := self.quantizing(ops, "fused_add_rms_norm"):
+            codes, scale, residual, kept = normed(x, residual, norm_weight, eps=eps)
+            rows = kept if len(kept) else x  # x: of that shape, and not read
+            y = product(rows, self.weight, ops, self.bias, (codes, scale))
+        else:
+            x, residual = ops.fused_add_rms_norm(x, residual, norm_weight, eps=eps)
+            y = self(x, ops)
         return (ops.silu_and_mul(y) if gated else y), residual
+
+    def quantizing(self, ops: Any, name: str) -> Callable[..., Any] | None:
+        """What makes the rows of the operation ``name``, and codes of them for this projection.
+
+        None where it does not multiply codes in all its parts, or where that operation is not the
+        kernel but its reference, or somebody's who looks at its rows. Of the results the last one,
+        the rows, has none where no row may run high.
+        """
+        # With a fallback ``ops`` looks at rows, and has quantising operations that keep them.
+        taken = getattr(getattr(ops, "below", ops), name)
+        if not FUSED_QUANTIZATION or taken is not getattr(tkernels, name):
+            return None
+        if not all(multiplies_codes(self.weight)):
+            return None
+        found: Callable[..., Any] = getattr(ops, f"{name}_quantized")
+        return found
 
     def _has_kernel(self, x: Tensor, ops: Any) -> bool:
         """Few rows of plain weights, where ``ops`` are the kernels and not their references."""
@@ -152,8 +176,16 @@ class Layer:
             return self.experts(x, ops), residual
         assert self.gate_up_proj is not None
         assert self.down_proj is not None
-        h, residual = self.gate_up_proj.behind_norm(x, residual, norm, ops, eps=eps, gated=True)
-        return self.down_proj(h, ops), residual
+        activated = self.down_proj.quantizing(ops, "silu_and_mul")
+        h, residual = self.gate_up_proj.behind_norm(
+            x, residual, norm, ops, eps=eps, gated=activated is None
+        )
+        if activated is None:
+            return self.down_proj(h, ops), residual
+        codes, scale, kept = activated(h)
+        rows = kept if len(kept) else h[:, : codes.shape[1]]  # of that shape, and not read
+        down = self.down_proj
+        return product(rows, down.weight, ops, down.bias, (codes, scale)), residual
 
 
 @dataclass
