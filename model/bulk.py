@@ -5,6 +5,7 @@ OUT.jsonl gets one line a prompt, when all its samples have ended, in that order
     {"id": 3, "key": "5be0...", "prompt_tokens": 7, "answers": [{"text": ..., "token_ids": [...],
      "finish_reason": "eos"}]}
 
+With a fallback an answer also has the key "fallback": null, or why it left int8 ({"token": ...}).
 A line is written at once and whole; one that a kill cut off has no end, and the next run removes
 it. ``key`` is a digest of the prompt and of all settings that decide about the answer: an answer
 that stands there under the same id and another key is an error, and nothing is mixed.
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from model.engine import Answer, Engine
+from model.fallback import Calibration
 from model.kv_quant import KVQuantization
 from model.loop import Limits
 from model.qwen3 import Model
@@ -47,6 +49,7 @@ class Settings:
     cache: str
     model: str
     kernels: str
+    fallback: str
 
     def key(self, index: int, prompt: Sequence[int]) -> str:
         """A digest of these settings and a prompt."""
@@ -67,6 +70,7 @@ def engine_for(
     prefill_chunk: int,
     kv_blocks: int | None,
     quantization: KVQuantization | None,
+    fallback: Calibration | None = None,
     graphs: bool = False,
 ) -> Engine:
     """An engine for requests of at most ``longest`` tokens, by default with room for a batch."""
@@ -76,6 +80,8 @@ def engine_for(
         num_blocks=kv_blocks or batch_size * pages_of(longest),
         max_positions=longest,
         quantization=quantization,
+        fallback=fallback,
+        num_groups=batch_size,
     )
     tokens = max(prefill_chunk, batch_size)
     return Engine(
@@ -99,7 +105,7 @@ def answer_file(
     keys = {name: settings.key(i, ids) for i, (name, ids) in enumerate(prompts.items())}
     with opened(path) as file:
         done = finished(file, path, keys)
-        started, waiting = time.perf_counter(), {}
+        started, waiting, fell = time.perf_counter(), {}, 0
         for index, (name, ids) in enumerate(prompts.items()):
             if name in done:
                 continue
@@ -114,12 +120,17 @@ def answer_file(
                 for answer in engine.step():
                     name, answers = waiting[answer.id]
                     answers.append(answer)
+                    fell += answer.fallback is not None
                     if len(answers) == settings.samples:
-                        write_line(file, _line(name, keys[name], answers))
+                        write_line(
+                            file, _line(name, keys[name], answers, engine.watched is not None)
+                        )
                         advance()
     counts, seconds = engine.counts, time.perf_counter() - started
     dropped = engine.runner.cache.statistics()["residuals_dropped"]
     lost = f" | {dropped} residuals left out (their pool was full)" if dropped else ""
+    if engine.watched is not None:
+        lost += f" | {fell} of {len(waiting) * settings.samples} answers fell back"
     return (
         f"{len(waiting)} prompts answered, {len(done)} had an answer | {counts.new_tokens} tokens "
         f"in {seconds:.1f} s, {counts.new_tokens / seconds:.1f} tok/s | {counts.steps} steps, "
@@ -175,15 +186,16 @@ def opened(path: Path) -> Iterator[io.FileIO]:
         yield file
 
 
-def _line(name: Name, key: str, answers: list[Answer]) -> bytes:
+def _line(name: Name, key: str, answers: list[Answer], watched: bool) -> bytes:
+    def told(a: Answer) -> dict[str, Any]:
+        row = {"text": a.text, "token_ids": a.token_ids, "finish_reason": a.finish_reason}
+        return {**row, "fallback": a.fallback} if watched else row
+
     row = {
         "id": name,
         "key": key,
         "prompt_tokens": answers[0].prompt_tokens,
-        "answers": [
-            {"text": a.text, "token_ids": a.token_ids, "finish_reason": a.finish_reason}
-            for a in sorted(answers, key=lambda a: a.sample)
-        ],
+        "answers": [told(a) for a in sorted(answers, key=lambda a: a.sample)],
     }
     # Half a surrogate pair, which an id may hold, becomes the escape that it has in JSON.
     return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"

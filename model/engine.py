@@ -20,7 +20,8 @@ order of (priority, arrival), a lower priority first; none overtakes.
 A greedy answer does not depend on what else runs, but for rounding: steps of other sizes sum in
 another order, so two tokens whose logits agree to the last bits may change places. Drawn tokens
 depend on the request's seed and their position alone, in the same sense. What holds for a quantised
-cache is said in CONTRIBUTING.md, "The engine".
+cache is said in CONTRIBUTING.md, "The engine", what for a runner with fallback in
+model/watched_requests.py: with one no request finds another's pages, whose keys may be of 16 bits.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from model.sampler import SamplingParams, penalise_repetition, sample_rows
 from model.scheduler import OnToken, Request, Scheduler, pages_of
 from model.threads import cpu_threads
 from model.tokenizer import Detokenizer
+from model.watched_requests import WatchedRequests
 from tkernels import device
 
 GREEDY = SamplingParams()
@@ -62,6 +64,7 @@ class Answer:
     token_ids: list[int]
     finish_reason: str
     text: str = ""  # where the engine has a tokeniser
+    fallback: dict[str, Any] | None = None  # why it left int8, as ``Watch.told`` says it
 
 
 class Engine:
@@ -70,7 +73,8 @@ class Engine:
     Args:
         max_num_seqs: requests that run at once, at most.
         max_num_batched_tokens: tokens of a step, at most.
-        prefix_cache: whether requests find the pages of others that begin like them.
+        prefix_cache: whether requests find the pages of others that begin like them; with a runner
+            with fallback they never do.
         reserve: share of a request's remaining tokens for which pages are kept when it starts.
         tokenizer: for text; without one there are tokens only, and no ``Limits.stop``.
         graphs: capture steps in which each request computes one token (model/graph.py), which waits
@@ -95,15 +99,19 @@ class Engine:
             )
         if not 0 <= reserve <= 1:
             raise ValueError(f"engine: expected a reserve from 0 to 1, got {reserve}")
-        if runner.watch is not None:
-            raise ValueError("engine: expected a runner without fallback, got one with it")
         runner.blocks.grow([], runner.num_blocks * BLOCK_SIZE)  # nobody else may use them
         self.runner, self.tokenizer = runner, tokenizer
-        self.pool = PagePool(runner.num_blocks, prefix_cache=prefix_cache)
+        shares = prefix_cache and runner.watch is None
+        self.pool = PagePool(runner.num_blocks, prefix_cache=shares)
         self.batch = Batch(max_num_seqs, runner.max_positions, max_num_batched_tokens)
         self.graphs = _captured(runner, max_num_seqs) if graphs else None
         self._scheduler = Scheduler(self.pool, self.batch, max_num_batched_tokens, reserve)
         self.counts = self._scheduler.counts
+        self.watched: WatchedRequests | None = None
+        if runner.watch is not None:
+            self.watched = WatchedRequests(
+                runner.watch, max_num_seqs, max_num_batched_tokens, self._scheduler.of_row
+            )
         self._live: dict[int, list[Request]] = {}
         self._ended: list[Answer] = []  # and not returned yet
         self._arrivals = itertools.count()
@@ -203,8 +211,12 @@ class Engine:
         drawing = int(ended.sum())
         assert ended[:drawing].all()
         arrays, drawn, logits = batch.step(rows, new), None, None
-        if self.graphs is None or drawing < len(rows) or len(arrays.input_ids) > len(rows):
-            logits = self.runner.step(arrays, drawing)
+        one_each, marks = drawing == len(rows) == len(arrays.input_ids), None
+        if self.watched is not None:
+            marks = self.watched.marks(rows, new, arrays.positions)
+            one_each = one_each and bool((marks == rows).all())  # graphs watch all their tokens
+        if self.graphs is None or not one_each:
+            logits = self.runner.step(arrays, drawing, marks)
         else:
             found = self.graphs.decode(
                 arrays.input_ids,
@@ -213,6 +225,7 @@ class Engine:
                 arrays.block_table,
                 arrays.context_lens,
                 batch.choice(rows),
+                groups=None if marks is None else marks[0],
                 logits=self._wants_logits(rows),
             )
             drawn = None if found.kind == "logits" else np.array(found.ids())
@@ -326,6 +339,8 @@ class Engine:
         """Another sample goes on from the prompt that its parent has just computed."""
         prompt = parent.prompt_tokens
         child.tokens = np.append(self.batch.tokens[parent.row, :prompt], np.int32(token))
+        if self.watched is not None:
+            self.watched.fork(parent, child)
         if why:
             self._ended.append(self._finish(child, why))
             return
@@ -357,6 +372,7 @@ class Engine:
         return why
 
     def _finish(self, request: Request, why: str) -> Answer:
+        fell = None if self.watched is None else self.watched.leave(request)
         if request.row >= 0:
             self._scheduler.leave(request)
         request.over = True
@@ -372,7 +388,7 @@ class Engine:
             text = whole.finish()
         elif request.detokenizer is not None and why == "cancelled":
             text += request.detokenizer.finish()
-        return Answer(request.arrival, request.sample, request.prompt_tokens, ids, why, text)
+        return Answer(request.arrival, request.sample, request.prompt_tokens, ids, why, text, fell)
 
     def _detokenizer(self, limits: Limits, on_token: OnToken | None) -> Detokenizer | None:
         """For requests whose text is wanted token by token; others get it at the end."""
@@ -391,4 +407,5 @@ def _captured(runner: Runner, max_num_seqs: int) -> DecodeGraphs:
         sizes=batch_sizes(max_num_seqs, None if limit is None else limit // len(kinds)),
         max_blocks=-(-runner.max_positions // BLOCK_SIZE),
         kinds=kinds,
+        watch=runner.watch,
     )

@@ -18,17 +18,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
     from model.config import ModelConfig
-    from model.kv_cache import SequenceState
+    from model.kv_cache import Ints, SequenceState
     from model.qwen3 import Model
 
 FORMAT = "tkernels.watch"
 BINS = 512
 WINDOW = 64  # tokens between two verdicts
 PROMPT_ROWS = 256  # tokens of a prompt's chunk that are watched, at most, evenly spread
+# What was seen in a slot: histogram [W, 512], moments [W, 5], counters [W, 4].
+State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 REASONS = {1: "kl", 2: "skewness", 3: "kl and skewness", 4: "not finite"}
 
 
@@ -168,21 +171,38 @@ class Watch:
 
     def reset(self, slot: int) -> None:
         """Forget all that was seen in a slot: its next request starts in int8."""
-        for state in (self.histogram, self.moments, self.counters):
-            state[:, slot].zero_()
-        bit = 1 << (slot % 64)
-        self.mask[slot // 64] &= ~(bit - 2**64 if bit >= 2**63 else bit)
+        for part in self.state(slot):
+            part.zero_()
+        self.mask[slot // 64] &= ~_bit(slot)
 
-    def step(self, ops: Any, sequences: Sequence[SequenceState], new: Sequence[int]) -> Step:
-        """The operations of a step that computes the next ``new[i]`` tokens of sequence i."""
+    def state(self, slot: int) -> State:
+        """What was seen in a slot, as it is and will be."""
+        return self.histogram[:, slot], self.moments[:, slot], self.counters[:, slot]
+
+    def put(self, slot: int, state: State) -> None:
+        """Go on in a clean slot from what was seen in another."""
+        for part, values in zip(self.state(slot), state, strict=True):
+            part.copy_(values)
+        self.mask[slot // 64] |= state[2][:, 2].any() * _bit(slot)
+
+    def marks(self, sequences: Sequence[SequenceState], new: Sequence[int]) -> Ints:
+        """What ``step`` takes for the next ``new[i]`` tokens of sequence i."""
         groups = [s.group for s, n in zip(sequences, new, strict=True) for _ in range(n)]
         watched = [
             s.group if i % -(-n // PROMPT_ROWS) == 0 else -1
             for s, n in zip(sequences, new, strict=True)
             for i in range(n)
         ]
-        both = torch.tensor([groups, watched], dtype=torch.int32)
-        rows = both.to(self.mask.device, non_blocking=True)
+        return np.array([groups, watched], np.int32)
+
+    def step(self, ops: Any, marks: Ints) -> Step:
+        """The operations of a step.
+
+        Args:
+            marks: int32 [2, T]: of each token its place in the mask, and the slot in which it is
+                watched; -1 is none.
+        """
+        rows = torch.from_numpy(marks).to(self.mask.device, non_blocking=True)
         return Step(self, ops, rows[0], rows[1])
 
     def see(self, ops: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
@@ -202,18 +222,32 @@ class Watch:
         )
 
     def report(self, sequence: SequenceState) -> dict[str, Any] | None:
+        """``told`` of a request that has a slot."""
+        return self.told(self.state(sequence.group))
+
+    def told(self, state: State) -> dict[str, Any] | None:
         """Why a request fell back, None if it did not. Waits for the device: for the end.
 
         ``token``: how many of its tokens had been watched by the first verdict.
         """
-        counters = self.counters[:, sequence.group].tolist()
-        verdicts = [(at, w, reason) for w, (_, _, reason, at) in enumerate(counters) if reason]
-        if not verdicts:
+        verdict = first_verdict(state)
+        if verdict is None:
             return None
-        token, w, reason = min(verdicts)
-        kl, skewness = self.moments[w, sequence.group, 3:].tolist()
+        token, w, reason = verdict
+        kl, skewness = state[1][w, 3:].tolist()
         found = {"token": token, "reason": REASONS[reason], "layer": self.calibration.layers[w]}
         return found if reason == 4 else {**found, "kl": kl, "skewness": skewness}
+
+
+def first_verdict(state: State) -> tuple[int, int, int] | None:
+    """(watched tokens by then, watch, reason) of a slot's first verdict. Waits for the device."""
+    rows = enumerate(state[2].tolist())
+    return min(((at, w, reason) for w, (_, _, reason, at) in rows if reason), default=None)
+
+
+def _bit(slot: int) -> int:
+    """The bit of a slot in its word of the mask, as an int64."""
+    return -(2**63) if slot % 64 == 63 else 1 << slot % 64
 
 
 class Step:

@@ -135,7 +135,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if args.out is not None:
         if args.prompts is None:
             raise ValueError("expected --prompts FILE with --out, got none")
-        for name in ("json", "fallback", "moe_stats"):
+        for name in ("json", "moe_stats"):
             if vars(args)[name]:
                 option = name.replace("_", "-")
                 raise ValueError(f"expected --out without --{option}, got both")
@@ -315,6 +315,7 @@ def _run(args: argparse.Namespace) -> int:
             cache=f"{args.kv_cache} {args.kv_scales} {args.kv_tau}",
             model=str(path.resolve()),
             kernels=f"{kernels} {dtype}",
+            fallback=str(args.fallback),
         )
         engine = engine_for(
             network,
@@ -325,6 +326,7 @@ def _run(args: argparse.Namespace) -> int:
             prefill_chunk=args.prefill_chunk,
             kv_blocks=args.kv_blocks,
             quantization=quantization,
+            fallback=calibration,
             graphs=graphs,
         )
         answers = {name: one for (name, _), one in zip(named, ids, strict=True)}

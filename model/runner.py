@@ -13,6 +13,7 @@ from model.config import ModelConfig
 from model.fallback import Calibration, Watch
 from model.kv_cache import (
     BlockAllocator,
+    Ints,
     SequenceState,
     StepArrays,
     allocate_cache,
@@ -162,12 +163,18 @@ class Runner:
                 self.watch.take(s)
 
     @torch.inference_mode()
-    def step(self, arrays: StepArrays, num_logits: int | None, ops: Any = None) -> torch.Tensor:
+    def step(
+        self, arrays: StepArrays, num_logits: int | None, marks: Ints | None = None
+    ) -> torch.Tensor:
         """One step of whatever sequences; see ``forward`` for ``num_logits``.
 
-        The caller knows which blocks of the cache belong to whom.
+        The caller knows which blocks of the cache belong to whom, and, with a fallback, which slots
+        (``marks``, see ``Watch.step``).
         """
-        ops = ops or self.ops
+        watching = None
+        if self.watch is not None and marks is not None:
+            watching = self.watch.step(self.ops, marks)
+        ops = watching or self.ops
         if self.routing is not None:
             ops = self.routing.step(ops)
         ids, positions = (
@@ -176,7 +183,7 @@ class Runner:
         )
         meta = metadata(arrays, self.device, sdpa=self.ops is not tkernels)
         with cpu_threads(self._cpu_threads(len(arrays.context_lens), len(ids))):
-            return forward(
+            logits = forward(
                 self.model,
                 ops,
                 ids,
@@ -186,6 +193,9 @@ class Runner:
                 meta,
                 num_logits=num_logits,
             )
+        if watching is not None:
+            watching.end()
+        return logits
 
     def release_residuals(self, blocks: Sequence[int]) -> None:
         """Give the residuals back that tokens in these blocks have, if the cache has any."""
@@ -200,12 +210,8 @@ class Runner:
     ) -> torch.Tensor:
         """The next ``new[i]`` tokens of sequence i; see ``forward`` for ``num_logits``."""
         arrays = step_arrays(sequences, new)
-        if self.watch is None:
-            logits = self.step(arrays, num_logits)
-        else:
-            ops = self.watch.step(self.ops, sequences, new)
-            logits = self.step(arrays, num_logits, ops)
-            ops.end()
+        marks = None if self.watch is None else self.watch.marks(sequences, new)
+        logits = self.step(arrays, num_logits, marks)
         for s, n in zip(sequences, new, strict=True):
             s.num_computed += n
         return logits

@@ -201,7 +201,6 @@ def test_two_runs_do_not_write_to_one_file(run: Run, tmp_path: Path) -> None:
     [
         (("--out", "o", "--prompt", "x"), "expected --prompts FILE with --out, got none"),
         (("--out", "o", "--prompts", "p", "--json"), "expected --out without --json, got both"),
-        (("--out", "o", "--prompts", "p", "--fallback", "f"), "without --fallback, got both"),
         (("--out", "o", "--prompts", "p", "--moe-stats"), "without --moe-stats, got both"),
         (("--samples", "2"), "--samples and --kv-blocks only with --out, got no --out"),
         (("--kv-blocks", "2"), "--samples and --kv-blocks only with --out, got no --out"),

@@ -192,7 +192,7 @@ def test_reset_clears_one_bit(network: Model, calibration: Calibration, slot: in
 def test_long_prompts_are_sampled(network: Model, calibration: Calibration) -> None:
     watch = fallback.Watch(calibration, network, 2, network.norm.device)
     one, other = SequenceState([1] * 600, group=1), SequenceState([1] * 5, group=0)
-    step = watch.step(cpu_ops, [one, other], [600, 5])
+    step = watch.step(cpu_ops, watch.marks([one, other], [600, 5]))
     rows = step._rows.tolist()
     assert rows[:600] == [1, -1, -1] * 200  # of three tokens one
     assert rows[600:] == [0] * 5
