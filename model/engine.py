@@ -73,6 +73,9 @@ class Engine:
     Args:
         max_num_seqs: requests that run at once, at most.
         max_num_batched_tokens: tokens of a step, at most.
+        prompt_tokens_beside: of those, tokens of prompts in a step in which others decode, whose
+            next token waits for them; None: as many as fit. The longer prompts are, the more each
+            of their tokens costs.
         prefix_cache: whether requests find the pages of others that begin like them; with a runner
             with fallback they never do.
         reserve: share of a request's remaining tokens for which pages are kept when it starts.
@@ -87,6 +90,7 @@ class Engine:
         *,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
+        prompt_tokens_beside: int | None = None,
         prefix_cache: bool = True,
         reserve: float = 1.0,
         tokenizer: Any = None,
@@ -97,6 +101,11 @@ class Engine:
                 "engine: expected max_num_seqs from 1 to max_num_batched_tokens = "
                 f"{max_num_batched_tokens}, got {max_num_seqs}"
             )
+        if prompt_tokens_beside is not None and prompt_tokens_beside < 1:
+            raise ValueError(
+                "engine: expected prompt_tokens_beside to be None or 1 or more, got "
+                f"{prompt_tokens_beside}"
+            )
         if not 0 <= reserve <= 1:
             raise ValueError(f"engine: expected a reserve from 0 to 1, got {reserve}")
         runner.blocks.grow([], runner.num_blocks * BLOCK_SIZE)  # nobody else may use them
@@ -105,7 +114,9 @@ class Engine:
         self.pool = PagePool(runner.num_blocks, prefix_cache=shares)
         self.batch = Batch(max_num_seqs, runner.max_positions, max_num_batched_tokens)
         self.graphs = _captured(runner, max_num_seqs) if graphs else None
-        self._scheduler = Scheduler(self.pool, self.batch, max_num_batched_tokens, reserve)
+        self._scheduler = Scheduler(
+            self.pool, self.batch, max_num_batched_tokens, reserve, prompt_tokens_beside
+        )
         self.counts = self._scheduler.counts
         self.watched: WatchedRequests | None = None
         if runner.watch is not None:

@@ -72,10 +72,16 @@ class Scheduler:
     """Requests that wait and that run, over ``pool`` and ``batch``; see the engine for the rest."""
 
     def __init__(
-        self, pool: PagePool, batch: Batch, max_num_batched_tokens: int, reserve: float
+        self,
+        pool: PagePool,
+        batch: Batch,
+        max_num_batched_tokens: int,
+        reserve: float,
+        prompt_tokens_beside: int | None = None,
     ) -> None:
         self.pool, self.batch, self.reserve = pool, batch, reserve
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.prompt_tokens_beside = prompt_tokens_beside
         self.counts = Counts()
         self.running: list[Request] = []  # in order
         self.waiting: list[Request] = []  # a heap; what was cancelled stays until it comes up
@@ -104,6 +110,8 @@ class Scheduler:
         decoding = left == 1
         prompts, missing = rows[~decoding], left[~decoding]
         budget -= int(decoding.sum())
+        if self.prompt_tokens_beside is not None and decoding.any():
+            budget = min(budget, self.prompt_tokens_beside)
         chunks = np.clip(budget - (np.cumsum(missing) - missing), 0, missing)
         budget -= int(chunks.sum())
         rows = np.concatenate((rows[decoding], prompts[chunks > 0]))

@@ -207,6 +207,30 @@ def test_eos_and_context_end_answers() -> None:
     assert len(ended.token_ids) <= at
 
 
+def test_prompts_beside_others_go_in_small_chunks() -> None:
+    """Alone a prompt has the whole step; answers stay what they are alone."""
+    engine = new_engine(max_num_batched_tokens=64, prompt_tokens_beside=8)
+    first = engine.add(ids(60), limits=Limits(12, FOREVER))
+    sizes = []
+
+    def step() -> list[Answer]:
+        before = engine.counts.computed_tokens
+        ended = engine.step()
+        sizes.append(engine.counts.computed_tokens - before)
+        return ended
+
+    answers = step()
+    second = engine.add(ids(50, seed=1), limits=Limits(3, FOREVER))
+    while engine.has_work():
+        answers += step()
+    assert sizes == [60] + [9] * 6 + [3] + [2] * 2 + [1] * 2
+    prompts = {first: ids(60), second: ids(50, seed=1)}
+    for answer in answers:
+        assert_alone(answer, prompts[answer.id])
+    with pytest.raises(ValueError, match="prompt_tokens_beside to be None or 1 or more, got 0"):
+        new_engine(prompt_tokens_beside=0)
+
+
 def test_kernels_equal_pytorch(dev: torch.device) -> None:
     """Decode beside chunks of prompts, shared pages and a fork, on the kernels."""
     model = load_folder(tiny("qwen3").folder, device=dev)

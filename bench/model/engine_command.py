@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--decoding", type=positive, default=c.decoding, help=f"requests beside it {usual}")
     add("--decoding-input", type=positive, default=c.input, help=f"tokens of theirs {usual}")
     add("--before", type=positive, default=c.before, help=f"steps timed before it comes {usual}")
-    chunks = str(c.step_tokens) if c.step_tokens < 256 else "256,512,1024,2048"
+    chunks = str(c.step_tokens) if c.step_tokens < 256 else "128,256,512,1024"
     add("--chunk", default=chunks, metavar="N,M", help=f"tokens of a step, at most, each {usual}")
     more = parser.add_argument_group("prefix")
     add = more.add_argument
