@@ -121,6 +121,7 @@ def test_planted_faults_are_told_and_never_win(tmp_path: Path) -> None:
     assert len(trials(tmp_path)) == row["trials"]
 
 
+@pytest.mark.slow
 @on_interpreter
 def test_a_tuner_that_was_killed_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -389,6 +389,7 @@ def _graphs_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @stand_in_graphs
 @pytest.mark.usefixtures("_graphs_here")
 def test_command_with_graphs(tmp_path: Path) -> None:
@@ -405,6 +406,7 @@ def test_command_with_graphs(tmp_path: Path) -> None:
     assert sum(k["launches"] for k in products) == 9
 
 
+@pytest.mark.slow
 @stand_in_graphs
 @pytest.mark.usefixtures("_graphs_here")
 def test_engine_command_with_graphs(tmp_path: Path) -> None:
@@ -497,6 +499,7 @@ def test_engine_with_graphs() -> None:
     assert [captured[name] for name in same] == [plain[name] for name in same]
 
 
+@pytest.mark.slow
 @cpu_defaults
 def test_a_scenario_that_fails_does_not_cost_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -290,7 +290,7 @@ def test_each_package_has_sources() -> None:
     assert seen == set(PACKAGES)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("command", "code", "words"),
     [

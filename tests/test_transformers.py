@@ -26,7 +26,7 @@ from transformers.masking_utils import (
 import tkernels.transformers_attention as ours
 from tkernels.transformers_attention import MaskRule
 
-pytestmark = pytest.mark.thin(2)
+pytestmark = pytest.mark.thin(3)
 
 LIMIT = 1e-4  # max abs difference of fp32 logits
 BASE = {
