@@ -190,6 +190,7 @@ def _write_rest(checkpoint: Checkpoint, folder: Path) -> None:
 @contextlib.contextmanager
 def replacing(out: Path) -> Iterator[Path]:
     """A new folder beside ``out`` that takes its place at the end, or vanishes on an error."""
+    out = out.resolve()  # of a link, what it points to: the link stays
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     temporary.chmod(0o755)
     try:

@@ -118,6 +118,7 @@ def _read_codes(
         raise ValueError(
             f"{source.where}: expected {layer}.weight_scale in floats, got {scale.dtype}"
         )
+    scale = scale.float()  # as it is used; of 8 bits there is no comparison
     bad = scale[~(scale.isfinite() & (scale > 0))]
     if len(bad):
         raise ValueError(

@@ -648,6 +648,7 @@ def with_number(value: float) -> Any:
         ("w4a16", "weight_scale", with_number(float("nan")), r"above 0 in .*, the first nan"),
         ("w8a16", "weight_scale", with_number(float("inf")), r"above 0 in .*, the first inf"),
         ("w8a8", "weight_scale", torch.ones(96), r"weight_scale of shape \[96, 1\], got \[96\]"),
+        ("w8a8", "weight_scale", lambda s: s.double() + 1e300, r"above 0 in .*, got 96 others"),
         ("w8a8", "weight_scale", torch.ones(96, 1).int(), r"weight_scale in floats, got .*int32"),
         ("w8a8", "weight", lambda w: w.float(), r"\.weight in torch.int8, .* got torch.float32"),
         ("w4a16", "weight_packed", lambda w: w.float(), r"weight_packed in torch.int32"),
@@ -661,6 +662,20 @@ def test_files_that_do_not_fit(
     folder = edit(written[scheme], tmp_path / "m", f"{DOWN1}.{part}", value)
     with pytest.raises(ValueError, match=words):
         load_folder(folder)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
+def test_scales_of_other_floats(scheme: str, written: dict[str, Path], tmp_path: Path) -> None:
+    """Powers of two, which all of them have."""
+
+    def found(dtype: torch.dtype) -> Any:
+        name, to = f"{DOWN1}.weight_scale", tmp_path / str(dtype)
+        folder = edit(written[scheme], to, name, lambda s: torch.full(s.shape, 0.25).to(dtype))
+        return load_folder(folder).layers[1].down_proj.weight.scale
+
+    expected = found(torch.float32)
+    for dtype in (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2):
+        assert torch.equal(found(dtype), expected)
 
 
 def test_codes_where_none_are_expected(written: dict[str, Path], tmp_path: Path) -> None:
@@ -743,6 +758,17 @@ def test_existing_folders(run: Run) -> None:
     (run.out / "config.json").unlink()
     assert "must be empty or a checkpoint" in run.error("--overwrite")
     assert (run.out / "model.safetensors").exists()
+
+
+def test_a_link_stays_one(run: Run, tmp_path: Path) -> None:
+    """It may point to a folder, or to where there will be one."""
+    whole, run.out = tmp_path / "whole", tmp_path / "link"
+    run.out.symlink_to(whole)
+    run()
+    run("--overwrite", scheme="w8a16")
+    assert run.out.is_symlink()
+    assert "pack-quantized" in (whole / "config.json").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "link"}
 
 
 def test_places_that_cannot_be_written(run: Run, base: Path, tmp_path: Path) -> None:

@@ -108,6 +108,16 @@ def one_for_both(op: str, name: str, other: str) -> ValueError:
     return ValueError(f"{op}: {name} must be another tensor than {other}, got one for both")
 
 
+def check_own(op: str, name: str, t: torch.Tensor, **read: torch.Tensor) -> None:
+    """The output ``t`` is none of the tensors that other programs still read."""
+    for other, tensor in read.items():
+        if t is tensor:
+            raise ValueError(
+                f"{op}: {name} must be a tensor of its own, since other programs still read "
+                f"{' and '.join(read)}, got {other}"
+            )
+
+
 def check_positive(op: str, name: str, value: float) -> None:
     """``value`` is a number above zero that fp32 can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3e38:

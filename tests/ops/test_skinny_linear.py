@@ -93,6 +93,57 @@ def test_the_sum_may_not_replace_what_others_read(dev: torch.device) -> None:
             tkernels.fused_add_rms_norm_linear(**inputs, residual_out=inputs[name])
 
 
+@each_spec
+def test_no_result_replaces_what_others_read(spec: Any, dev: torch.device) -> None:
+    """Where the sizes would let it."""
+    inputs = spec.make_inputs(linear_problem(16, 16, 16), dev)
+    for name in {"x", "residual", "weight"} & set(inputs):
+        with pytest.raises(ValueError, match=rf" out must be a tensor of its own.*got {name}$"):
+            spec.launch(**inputs, out=inputs[name])
+
+
+TOO_LARGE: dict[str, tuple[torch.dtype, Config]] = {
+    # Compiled for sm_90 they spilt 250 bytes or more, up to 12 kB, and took up to half a minute.
+    "k": (torch.bfloat16, {"BLOCK_N": 32, "BLOCK_K": 2048}),
+    "warp": (torch.bfloat16, {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 256, "num_warps": 1}),
+    "swapped": (torch.bfloat16, {"BLOCK_M": 8, "BLOCK_K": 512, "num_warps": 1, "SWAP": True}),
+    "fp32": (torch.float32, {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 1}),
+    "code": (torch.float32, {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 2}),
+}
+
+
+@pytest.mark.parametrize(("dtype", "changes"), TOO_LARGE.values(), ids=TOO_LARGE)
+def test_tiles_that_registers_do_not_hold(dtype: torch.dtype, changes: Config) -> None:
+    problem, chip = linear_problem(16, 4096, 4096, dtype), device.sm_facts(90)
+    config = {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 1, "SWAP": False}
+    config = {**plain.SPEC.default_config(problem, chip), **config, **changes}
+    why = str(plain.SPEC.why_illegal(config, problem, chip))
+    assert "registers a thread would hold the tile" in why or "too much code" in why
+    smaller = {**config, "BLOCK_K": 32, "num_warps": 4}
+    assert plain.SPEC.why_illegal(smaller, problem, chip) is None
+
+
+@pytest.mark.slow
+@each_spec
+@pytest.mark.parametrize("way", ["vector", "dot"])
+def test_rows_past_2_to_the_31(spec: Any, way: str, dev: torch.device) -> None:
+    """Rows 2^30 numbers apart, of which there are three, and six of weights."""
+    problem = linear_problem(3, 3, 8, torch.float16, gated=True)
+    inputs = spec.make_inputs(problem, dev)
+
+    def far(t: torch.Tensor) -> torch.Tensor:
+        rows, columns = t.shape
+        memory = torch.empty((rows - 1) * 2**30 + columns, dtype=t.dtype, device=dev)
+        return memory.as_strided(t.shape, (2**30, 1)).copy_(t)
+
+    given = {n: far(v) if getattr(v, "ndim", 0) == 2 else v for n, v in inputs.items()}
+    given["out"] = far(torch.zeros(3, 3, dtype=torch.float16, device=dev))
+    if "residual" in inputs:
+        given["residual_out"] = far(inputs["x"])
+    got = spec.launch(**given, config=config_of(spec, problem, WAYS[way]))
+    assert_right(spec, inputs, got if isinstance(got, tuple) else (got,))
+
+
 @pytest.mark.parametrize("way", ["vector", "dot"])
 def test_large_values_in_fp16(way: str, dev: torch.device) -> None:
     """Rows that leave fp16 when they are multiplied by the norm's weight before they are scaled."""

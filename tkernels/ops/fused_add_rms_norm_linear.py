@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tkernels import rows
-from tkernels.check import check_positive, new_output, one_for_both
+from tkernels.check import check_own, check_positive, new_output, one_for_both
 from tkernels.config import planned
 from tkernels.device import Device
 from tkernels.ops import skinny_linear as linear
@@ -103,15 +103,14 @@ def fused_add_rms_norm_linear(
     """
     if out is None:
         out = linear.new_out(_OP, x, weight, silu_and_mul)
+    else:
+        check_own(_OP, "out", out, x=x, residual=residual, weight=weight)
     if residual_out is None:
         residual_out = new_output(_OP, x)
+    else:
+        check_own(_OP, "residual_out", residual_out, x=x, residual=residual, weight=weight)
     if residual_out is out:
         raise one_for_both(_OP, "residual_out", "out")
-    if residual_out is residual or residual_out is x:
-        raise ValueError(
-            f"{_OP}: residual_out must be a tensor of its own, since other programs still read "
-            f"residual and x, got {'residual' if residual_out is residual else 'x'}"
-        )
     tensors = (x, residual, norm_weight, weight, out, residual_out)
     plan = planned(_plan, config, tensors if bias is None else (*tensors, bias), silu_and_mul, eps)
     if plan is not None:

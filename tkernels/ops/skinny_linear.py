@@ -30,6 +30,7 @@ from tkernels.check import (
     check_dtype,
     check_last_contiguous,
     check_no_overlap,
+    check_own,
     check_shape,
     check_tensor,
     describe,
@@ -340,6 +341,8 @@ def skinny_linear(
     """
     if out is None:
         out = new_out(_OP, x, weight, silu_and_mul)
+    else:
+        check_own(_OP, "out", out, x=x, weight=weight)
     tensors = (x, weight, out) if bias is None else (x, weight, out, bias)
     plan = planned(_plan, config, tensors, silu_and_mul)
     if plan is not None:
