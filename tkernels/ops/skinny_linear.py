@@ -257,7 +257,7 @@ def _some_rows(
     tl.store(outs, y.to(out_ptr.dtype.element_ty), mask=row_ok & (cols < n_cols)[None, :])
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_m"])
+@triton.jit(do_not_specialize=["n_rows", "n_m", "n_tiles"])
 def _skinny_linear_kernel(
     x_ptr, residual_ptr, gain_ptr, w_ptr, bias_ptr, out_ptr, sum_ptr,
     stride_x, stride_r, stride_w, stride_o, stride_s, n_cols, n_inner, n_rows, n_m, n_tiles, eps,
