@@ -62,6 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return host_overhead.main(given[1:])
         if given[:1] in (["model"], ["engine"]):
             return _whole_networks(given[0])(given[1:])
+        if given and not given[0].startswith("-"):
+            raise rows.UsageError(
+                f"bench: expected host, model, engine or options (see --help), got {given[0]!r}"
+            )
         return _bench(_parser().parse_args(given))
     except (rows.UsageError, device.UnsupportedError) as error:
         print(error, file=sys.stderr)

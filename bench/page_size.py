@@ -306,10 +306,19 @@ def _sizes(text: str) -> list[int]:
     return found
 
 
+EXAMPLES = """examples:
+  python -m bench.page_size --count 10000
+  python -m bench.page_size --lengths lengths.txt --sizes 8,16,32 --plot waste.png
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 cannot be done."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.page_size", description=(__doc__ or "").split("\n")[0]
+        prog="python -m bench.page_size",
+        description=(__doc__ or "").split("\n")[0],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add(
@@ -346,7 +355,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if min(args.count, args.live, args.longest) < 1 or not args.sd > 0:
-            raise UsageError("--count, --live and --longest must be 1 or more, --sd above 0")
+            raise UsageError(
+                "--count, --live and --longest must be 1 or more, --sd above 0, got "
+                f"{args.count}, {args.live}, {args.longest} and {args.sd:g}"
+            )
         if not (args.token_bytes > 0 and args.page_bytes >= 0 and math.isfinite(args.mean)):
             raise UsageError(
                 "--token-bytes must be above 0, --page-bytes 0 or more, --mean a number"

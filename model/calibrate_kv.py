@@ -145,7 +145,11 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", type=Path, help="Hugging Face folder or .gguf file (default: SmolLM2-135M)")
+    add(
+        "--model",
+        type=Path,
+        help="Hugging Face folder or .gguf file (default: SmolLM2-135M-Instruct)",
+    )
     add("--out", type=Path, required=True, metavar="FILE", help="safetensors file to write")
     add("--text", type=Path, metavar="FILE", help="default: Python's pydoc_data.topics")
     add("--tokens", type=int, default=2048, help="tokens of the text to use (default 2048)")

@@ -148,9 +148,18 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+EXAMPLES = """examples:
+  python -m model.embed --model path/to/Qwen3-Embedding-0.6B --prompts texts.txt --out vectors.jsonl
+  python -m model.embed --model DIR --prompts texts.jsonl --out vectors.jsonl --pooling mean
+"""
+
+
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m model.embed", description=(__doc__ or "").split("\n")[0]
+        prog="python -m model.embed",
+        description=(__doc__ or "").split("\n")[0],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face folder or .gguf file")

@@ -63,7 +63,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", type=Path, help="Hugging Face folder or .gguf file (default: SmolLM2-135M)")
+    add(
+        "--model",
+        type=Path,
+        help="Hugging Face folder or .gguf file (default: SmolLM2-135M-Instruct)",
+    )
     add("--prompt", help="one prompt; without --prompt and --prompts, stdin is the prompt")
     add(
         "--prompts",
@@ -191,7 +195,8 @@ def read_prompts(args: argparse.Namespace) -> list[tuple[int | str, str]]:
 def prompts_file(path: Path) -> list[tuple[int | str, str]]:
     """(id, prompt) of each line: the id of a row of .jsonl that has one, or the line's number."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): JSON may hold characters such as U+2028 as they are.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts {path}: expected a text file, got {error}") from None
     prompts: list[tuple[int | str, str]] = []

@@ -179,7 +179,11 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", type=Path, help="Hugging Face folder or .gguf file (default: SmolLM2-135M)")
+    add(
+        "--model",
+        type=Path,
+        help="Hugging Face folder or .gguf file (default: SmolLM2-135M-Instruct)",
+    )
     add("--text", type=Path, metavar="FILE", help="default: Python's pydoc_data.topics")
     add("--contexts", default="256,1024,2048", metavar="N,...", help="(256,1024,2048)")
     add("--planted", action="store_true", help="put outlier channels into the model first")

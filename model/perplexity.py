@@ -96,15 +96,28 @@ def read_text(path: Path | None) -> str:
         ) from None
 
 
+EXAMPLES = """examples:
+  python -m model.perplexity --model path/to/Qwen3-0.6B --text held_out.txt
+  python -m model.perplexity --kv-cache int8_fp4 --tokens 1024
+"""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done, 2 wrong input, 130 interrupted."""
     from model.generate import add_kv_options
 
     parser = argparse.ArgumentParser(
-        prog="python -m model.perplexity", description="Perplexity of a checkpoint on a text."
+        prog="python -m model.perplexity",
+        description="Perplexity of a checkpoint on a text.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", type=Path, help="Hugging Face folder or .gguf file (default: SmolLM2-135M)")
+    add(
+        "--model",
+        type=Path,
+        help="Hugging Face folder or .gguf file (default: SmolLM2-135M-Instruct)",
+    )
     add("--text", type=Path, metavar="FILE", help="default: Python's pydoc_data.topics")
     add("--tokens", type=int, default=2048, help="tokens of the text to use (default 2048)")
     add_kv_options(parser)

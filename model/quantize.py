@@ -58,7 +58,11 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", type=Path, help="Hugging Face folder or .gguf file (default: SmolLM2-135M)")
+    add(
+        "--model",
+        type=Path,
+        help="Hugging Face folder or .gguf file (default: SmolLM2-135M-Instruct)",
+    )
     add("--scheme", choices=SCHEMES, required=True)
     add("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     add("--overwrite", action="store_true", help="replace the checkpoint that is in --out")

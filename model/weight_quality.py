@@ -158,7 +158,11 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", type=Path, help="Hugging Face folder or .gguf file (default: SmolLM2-135M)")
+    add(
+        "--model",
+        type=Path,
+        help="Hugging Face folder or .gguf file (default: SmolLM2-135M-Instruct)",
+    )
     add("--text", type=Path, metavar="FILE", help="held-out text; default: pydoc_data.topics")
     add("--tokens", type=int, default=4096, help="of the text (default 4096)")
     add("--context", type=int, default=1024, help="tokens of a window (default 1024)")

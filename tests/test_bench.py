@@ -575,3 +575,12 @@ def function_calls(fn: Callable[[], Any]) -> int:
     finally:
         sys.setprofile(before)
     return count
+
+
+def test_a_mistyped_command_is_answered_with_the_right_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["modl"]) == 2
+    assert "expected host, model, engine or options (see --help), got 'modl'" in (
+        capsys.readouterr().err
+    )

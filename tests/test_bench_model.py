@@ -459,6 +459,7 @@ def test_engine_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert prefix["gap"] is None
     assert prefix["ratio"] == pytest.approx(prefix["warm_ms"] / prefix["cold_ms"])
     said = capsys.readouterr().out
+    assert "on a CPU these times mean nothing" in said
     assert "device idle" in said
     assert "(goal at most 3: " in said
     assert "4 of 4 answers the same" in said

@@ -250,6 +250,12 @@ def test_wrong_prompts_file(
     assert message in run.error("--model", base, "--prompts", tmp_path / name)
 
 
+def test_line_separators_inside_json_do_not_end_a_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes('{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}\n'.encode())
+    assert generate.prompts_file(path) == [(1, "a\u2028b\x85c"), (2, "d")]
+
+
 def test_wrong_model(run: Run, base: Path, tmp_path: Path) -> None:
     assert "expected a folder or a .gguf file" in run.error(
         "--model", tmp_path / "no", "--prompt", "a"

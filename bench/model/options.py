@@ -184,8 +184,9 @@ class Document:
 
     @property
     def roof_line(self) -> str:
-        """What "of roof" refers to."""
-        return (
+        """What "of roof" refers to, and what times of a CPU are worth."""
+        nothing = "on a CPU these times mean nothing\n" if device.KIND == "cpu" else ""
+        return nothing + (
             f"of roof: bytes of a step (weights once, keys and values read) over this run's own "
             f"copy bandwidth, {self.roof.bytes_per_s / 1e9:.0f} GB/s read plus written, over the "
             "step's time"
