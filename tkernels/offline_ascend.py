@@ -49,16 +49,22 @@ def lower(variant: Variant) -> str:
             f"{variant.fn.__name__}: launch keyword {', '.join(sorted(unknown))} is neither a "
             "parameter of the kernel nor an option of triton-ascend"
         )
-    try:
-        return _lower(variant, options)
-    except subprocess.CalledProcessError as error:  # triton-adapter-opt refused or crashed
-        text = (error.stderr or b"").decode(errors="replace").strip()
-        raise LoweringError(
-            f"{variant.fn.__name__}: triton-adapter-opt ended with status {error.returncode}: "
-            f"{first_error(text)}"
-        ) from None
-    except Exception as error:  # raised by the front end while it reads the kernel's source
-        raise LoweringError(f"{variant.fn.__name__}: {type(error).__name__}: {error}") from error
+    for last in (False, True):
+        try:
+            return _lower(variant, options)
+        except subprocess.CalledProcessError as error:  # triton-adapter-opt refused or crashed
+            if error.returncode < 0 and not last:
+                continue  # it died of a signal once in about a thousand, and not the next time
+            text = (error.stderr or b"").decode(errors="replace").strip()
+            raise LoweringError(
+                f"{variant.fn.__name__}: triton-adapter-opt ended with status "
+                f"{error.returncode}: {first_error(text)}"
+            ) from None
+        except Exception as error:  # raised by the front end while it reads the kernel's source
+            raise LoweringError(
+                f"{variant.fn.__name__}: {type(error).__name__}: {error}"
+            ) from error
+    raise AssertionError("unreachable")
 
 
 def _lower(variant: Variant, options: dict[str, Any]) -> str:

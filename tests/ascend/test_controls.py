@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from typing import Any
 
 import pytest
@@ -248,3 +249,30 @@ def test_only_the_same_text_is_known(changed: str, monkeypatch: pytest.MonkeyPat
     found = table.known(variant, linalg.replace("64", "65") if changed == "text" else linalg)
     table.known_rows.cache_clear()
     assert found == (figures if changed == "nothing" else None)
+
+
+@pytest.mark.parametrize(("status", "tries"), [(-11, 2), (1, 1)])
+def test_a_lowering_that_died_is_tried_once_more(
+    status: int, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a signal, that is; a refusal is one, and so is a second death."""
+    variant = variant_of(_launch_of(_add, *_vectors(64), 64, BLOCK=32))
+    real, calls = bisheng._lower, []
+
+    def dies(*args: Any) -> str:
+        calls.append(args)
+        raise subprocess.CalledProcessError(status, "triton-adapter-opt", stderr=b"error: no")
+
+    monkeypatch.setattr(bisheng, "_lower", dies)
+    bisheng.lower.cache_clear()
+    with pytest.raises(bisheng.LoweringError, match=f"ended with status {status}: error: no"):
+        lower(variant)
+    assert len(calls) == tries
+
+    def dies_once(*args: Any) -> str:
+        calls.append(args)
+        return real(*args) if len(calls) > tries + 1 else dies(*args)
+
+    monkeypatch.setattr(bisheng, "_lower", dies_once)
+    if status < 0:
+        assert "func" in lower(variant)
