@@ -235,6 +235,18 @@ def why_no_launch(config: Config, dev: device.Device, *sizes: str) -> str | None
     return None
 
 
+def why_no_room(config: Config, dev: device.Device, shared_bytes: int) -> str | None:
+    """Reason why tiles that take so much shared memory cannot run in these warps, or None."""
+    warps, stages = config["num_warps"], config["num_stages"]
+    if warps not in (1, 2, 4, 8, 16) or stages < 1:
+        return f"num_warps must be 1 to 16 and num_stages 1 or more, got {warps} and {stages}"
+    if shared_bytes > dev.local_mem_bytes:
+        return (
+            f"the tiles take {shared_bytes} bytes of shared memory, more than {dev.local_mem_bytes}"
+        )
+    return None
+
+
 def full_space(spec: KernelSpec, dev: device.Device) -> dict[str, list[Any]]:
     """``spec.space(dev)``, and the options that any config for an Ascend chip may set."""
     return {**spec.space(dev), **(ASCEND_OPTIONS if dev.is_npu else {})}

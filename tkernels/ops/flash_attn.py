@@ -30,7 +30,7 @@ import torch
 
 from tkernels import attention, check, device, flash_attn_hopper
 from tkernels.check import check_dtype, check_no_overlap, check_tensor, describe, new_output
-from tkernels.config import planned, resolve
+from tkernels.config import planned, resolve, why_no_room
 from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
 from tkernels.flash_attn_cases import (
     FLASH_CASES,
@@ -791,12 +791,9 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         if not fits or n * dim * problem["dtype"].itemsize > 65536:
             return f"tiles of {m} queries and {n} keys of {dim} values overflow UB or L1"
         return None
-    warps, stages = config["num_warps"], config["num_stages"]
-    if warps not in (1, 2, 4, 8, 16) or stages < 1:
-        return f"num_warps must be 1 to 16 and num_stages 1 or more, got {warps} and {stages}"
-    if (need := _shared_bytes(config, problem)) > dev.local_mem_bytes:
-        return f"the tiles take {need} bytes of shared memory, more than {dev.local_mem_bytes}"
-    registers = m * (dim + 2 * n) // (warps * 32)
+    if why := why_no_room(config, dev, _shared_bytes(config, problem)):
+        return why
+    registers = m * (dim + 2 * n) // (config["num_warps"] * 32)
     if registers > 255:
         return f"result, scores and weights alone take {registers} of 255 registers a thread"
     return None

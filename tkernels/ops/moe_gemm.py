@@ -39,7 +39,7 @@ from tkernels.check import (
     check_tensor,
     describe,
 )
-from tkernels.config import planned, resolve
+from tkernels.config import planned, resolve, why_no_room
 from tkernels.device import Device, bind, bind_described, cdiv, next_power_of_2, tl, triton
 from tkernels.moe_gemm_cases import (
     MOE_GEMM_CASES,
@@ -900,12 +900,9 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return f"PDL needs sm90 or later, got {dev.arch}"
     if variant == "hopper":
         return moe_gemm_hopper.why_illegal(config, problem, dev)
-    warps, stages = config["num_warps"], config["num_stages"]
-    if warps not in (1, 2, 4, 8, 16) or stages < 1:
-        return f"num_warps must be 1 to 16 and num_stages 1 or more, got {warps} and {stages}"
-    if (need := _shared_bytes(config, problem)) > dev.local_mem_bytes:
-        return f"the tiles take {need} bytes of shared memory, more than {dev.local_mem_bytes}"
-    if (registers := m * both // (warps * 32)) > 128:
+    if why := why_no_room(config, dev, _shared_bytes(config, problem)):
+        return why
+    if (registers := m * both // (config["num_warps"] * 32)) > 128:
         return f"the sums alone take {registers} of 255 registers a thread"
     return None
 

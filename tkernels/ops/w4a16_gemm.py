@@ -36,7 +36,7 @@ from tkernels.check import (
     check_tensor,
     describe,
 )
-from tkernels.config import planned, resolve
+from tkernels.config import planned, resolve, why_no_room
 from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
 from tkernels.ops.paged_attn import _has_pdl, _let_next_kernel_start, _wait_for_earlier_kernels
 from tkernels.registry import Config, KernelSpec, Problem, op, register
@@ -945,12 +945,9 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return None
     if config["PDL"] and not _has_pdl(dev):
         return f"PDL needs sm90 or later, got {dev.arch}"
-    warps, stages = config["num_warps"], config["num_stages"]
-    if warps not in (1, 2, 4, 8, 16) or stages < 1:
-        return f"num_warps must be 1 to 16 and num_stages 1 or more, got {warps} and {stages}"
-    if (need := _shared_bytes(config, problem)) > dev.local_mem_bytes:
-        return f"the tiles take {need} bytes of shared memory, more than {dev.local_mem_bytes}"
-    if (registers := 2 * m * n * config["SLICES"] // (warps * 32)) > 128:
+    if why := why_no_room(config, dev, _shared_bytes(config, problem)):
+        return why
+    if (registers := 2 * m * n * config["SLICES"] // (config["num_warps"] * 32)) > 128:
         return f"the sums of a tile and of a group take {registers} of 255 registers a thread"
     return None
 
