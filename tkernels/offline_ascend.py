@@ -54,7 +54,7 @@ def lower(variant: Variant) -> str:
             return _lower(variant, options)
         except subprocess.CalledProcessError as error:  # triton-adapter-opt refused or crashed
             if error.returncode < 0 and not last:
-                continue  # it died of a signal once in about a thousand, and not the next time
+                continue  # it was seen to die of a signal, and not the next time
             text = (error.stderr or b"").decode(errors="replace").strip()
             raise LoweringError(
                 f"{variant.fn.__name__}: triton-adapter-opt ended with status "
