@@ -18,6 +18,7 @@ class ModelFacts:
     """Sizes of the decoder layers."""
 
     hidden_size: int
+    vocab_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -83,6 +84,7 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         )
     return ModelFacts(
         hidden_size=hidden,
+        vocab_size=_size(config, "vocab_size", 151936),  # Qwen3's
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,

@@ -14,6 +14,8 @@ from tkernels.moe import chunk_of
 
 # Prompt tokens that the runner (model.generate) computes at once.
 PREFILL_CHUNK = 2048
+# Steps of up to so many tokens take fused kernels: those of model/qwen3.py.
+FEW_ROWS, APPENDED_ROWS = 1, 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Step:
     query: int  # new ones, of the sequence with most
     context: int  # of the longest sequence, new ones included
     fresh: bool  # nothing is in the cache yet
+    logits: int  # sequences that end their prompt, or decode
 
 
 def steps(batch: int, context: int, chunk: int = PREFILL_CHUNK) -> list[Step]:
@@ -32,18 +35,19 @@ def steps(batch: int, context: int, chunk: int = PREFILL_CHUNK) -> list[Step]:
 
     The prompts stand one after the other and are cut every ``chunk`` tokens.
     """
-    found = {Step(batch, batch, 1, context, False): None}
+    found = {Step(batch, batch, 1, context, False, batch): None}
     total = batch * context
     for begin in range(0, total, chunk):
         end = min(begin + chunk, total)
         first, last = begin // context, (end - 1) // context
         computed = begin - first * context
+        fresh, logits = computed == 0, end // context - first
         if first == last:
-            found[Step(1, end - begin, end - begin, computed + end - begin, computed == 0)] = None
+            found[Step(1, end - begin, end - begin, computed + end - begin, fresh, logits)] = None
             continue
         ends_first, begins_last = context - computed, end - last * context
         query = context if last - first > 1 else max(ends_first, begins_last)
-        found[Step(last - first + 1, end - begin, query, context, computed == 0)] = None
+        found[Step(last - first + 1, end - begin, query, context, fresh, logits)] = None
     return list(found)
 
 
@@ -55,26 +59,63 @@ def launches(
 
 
 def _layer(facts: ModelFacts, step: Step) -> list[tuple[str, dict[str, Any]]]:
+    """And the norm and the projection behind the last layer."""
     heads = {"num_heads": facts.num_heads, "num_kv_heads": facts.num_kv_heads}
     size = {"head_dim": facts.head_dim, "dtype": facts.dtype}
     kv = {"num_kv_heads": facts.num_kv_heads, **size}
     rotary_dim = 0 if facts.rotary_dim == facts.head_dim else facts.rotary_dim
+    turned = {"tokens": step.tokens, **heads, **size, "rotary_dim": rotary_dim}
     rows = {"tokens": step.tokens, "hidden": facts.hidden_size, "dtype": facts.dtype}
+    if facts.qk_norm and not step.fresh and step.tokens <= APPENDED_ROWS:
+        placed = [("fused_qk_norm_rope_append", turned)]
+    else:
+        rope = "fused_qk_norm_rope" if facts.qk_norm else "rope"
+        placed = [(rope, turned), ("append_paged_kv", {"tokens": step.tokens, **kv})]
     return [
         ("rms_norm", rows),
-        (
-            "fused_qk_norm_rope" if facts.qk_norm else "rope",
-            {"tokens": step.tokens, **heads, **size, "rotary_dim": rotary_dim},
-        ),
-        ("append_paged_kv", {"tokens": step.tokens, **kv}),
+        *placed,
         *(_attention(step, window, heads | size) for window in facts.windows),
+        *(_few_rows(facts, step) if step.tokens <= FEW_ROWS else _many_rows(facts, step)),
+        *([_product(step.logits, facts.vocab_size, facts)] if step.logits == 1 else []),
+        *_experts(facts, step),
+    ]
+
+
+def _many_rows(facts: ModelFacts, step: Step) -> list[tuple[str, dict[str, Any]]]:
+    """Norms and activations of their own, beside products that PyTorch makes."""
+    rows = {"tokens": step.tokens, "hidden": facts.hidden_size, "dtype": facts.dtype}
+    return [
         ("fused_add_rms_norm", rows),
         *(
             ("silu_and_mul", {"tokens": n * step.tokens, "intermediate": i, "dtype": facts.dtype})
             for n, i in facts.mlps
         ),
-        *_experts(facts, step),
     ]
+
+
+def _few_rows(facts: ModelFacts, step: Step) -> list[tuple[str, dict[str, Any]]]:
+    """Norms, activations and sums taken along in products."""
+    tokens, hidden = step.tokens, facts.hidden_size
+    heads = facts.num_heads + 2 * facts.num_kv_heads
+    found = [
+        _product(tokens, heads * facts.head_dim, facts, normed=True),
+        _product(tokens, hidden, facts, facts.num_heads * facts.head_dim),
+    ]
+    for n, width in facts.mlps:
+        found.append(_product(n * tokens, width, facts, silu_and_mul=True, normed=True))
+        found.append(_product(n * tokens, hidden, facts, width))
+    if facts.experts is not None:  # of which the sum is not made in passing
+        rows = {"tokens": tokens, "hidden": hidden, "dtype": facts.dtype}
+        found.append(("fused_add_rms_norm", rows))
+        found.append(_product(tokens, heads * facts.head_dim, facts))
+    return found
+
+
+def _product(
+    tokens: int, outputs: int, facts: ModelFacts, inputs: int = 0, **more: bool
+) -> tuple[str, dict[str, Any]]:
+    sizes = {"tokens": tokens, "outputs": outputs, "inputs": inputs or facts.hidden_size}
+    return "skinny_linear", {**sizes, **more, "dtype": facts.dtype}
 
 
 def _experts(facts: ModelFacts, step: Step) -> list[tuple[str, dict[str, Any]]]:

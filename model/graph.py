@@ -14,7 +14,9 @@ and launch configs of then. So
 * a graph is kept for each (size, kind), and whatever else decides which kernels run (dtypes, the
   cache's mode, shapes) never changes. Kinds say how tokens are chosen, see ``KINDS``.
 * a step may take its input ids from the step before, on the device: the host launches it without
-  having read them, and prepares inputs while the device computes.
+  having read them, and prepares inputs while the device computes. What a step chose lies in one
+  buffer with the ids that the host gives, and the host says from which place of it each row takes
+  its id: one launch, wherever they come from.
 
 Sizes are captured from the largest on, in one pool of memory, in which each graph uses again what
 the others do. A step allocates nothing.
@@ -28,6 +30,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -48,6 +51,7 @@ KINDS = ("greedy", "drawn", "narrowed", "logits")
 # Inputs of a step: dtype of each and what padding has in it.
 _FIELDS: dict[str, tuple[torch.dtype, int]] = {
     "input_ids": (torch.int64, 0),
+    "places": (torch.int64, 0),  # in ``DecodeGraphs._words``, of each row's input id
     "positions": (torch.int64, 0),
     "slot_mapping": (torch.int64, -1),
     "key": (torch.int64, 0),
@@ -60,6 +64,7 @@ _FIELDS: dict[str, tuple[torch.dtype, int]] = {
     "block_table": (torch.int32, 0),
 }
 _ALIGNMENT = 64  # bytes between which inputs begin; Triton wants 16
+_WORDS = _ALIGNMENT // 8  # the same in int64
 
 
 @dataclass(frozen=True)
@@ -177,13 +182,17 @@ class DecodeGraphs:
         self.cos_sin_cache, self.max_blocks = cos_sin_cache, max_blocks
         self.launched = 0  # steps, since the start
         self._before = (0, "logits")  # rows and kind of the last of them
-        largest, self._on = wanted[0], model.norm.device
-        self._flat = torch.zeros(
-            _layout(largest, max_blocks)[1], dtype=torch.uint8, device=self._on
-        )
-        self._ids = torch.zeros(largest, dtype=torch.int64, device=self._on)
+        largest, on = wanted[0], model.norm.device
+        # Padding's id, which is 0; what the last step chose; the inputs, of which ids are first.
+        begin = _WORDS + math.ceil(largest / _WORDS) * _WORDS
+        num_words = begin + _layout(largest, max_blocks)[1] // 8
+        self._words = torch.zeros(num_words, dtype=torch.int64, device=on)
+        self._ids = self._words[_WORDS : _WORDS + largest]
+        self._flat = self._words[begin:].view(torch.uint8)
+        self._row_places = begin + np.arange(largest)  # of ids that the host gives
+        self._cu_seqlens_q = torch.arange(largest + 1, dtype=torch.int32, device=on)
         if "logits" in kinds:
-            self.last_logits = torch.empty(largest, model.config.vocab_size, device=self._on)
+            self.last_logits = torch.empty(largest, model.config.vocab_size, device=on)
         self._inputs = {rows: _views(self._flat, rows, max_blocks) for rows in wanted}
         self._sides = [_Side(wanted, max_blocks) for _ in range(2)]
         self._graphs: dict[tuple[int, str], Any] = {}
@@ -237,8 +246,9 @@ class DecodeGraphs:
         rows = next(size for size in self.sizes if size >= count)
         side = self._sides[self.launched % 2]
         side.event.synchronize()  # the step before the last has taken its inputs
+        places = np.where(input_ids < 0, _WORDS - 1 - input_ids, self._row_places[:count])
         given = {"input_ids": input_ids, "positions": positions, "slot_mapping": slot_mapping}
-        given |= {"context_lens": context_lens, "block_table": block_table}
+        given |= {"context_lens": context_lens, "block_table": block_table, "places": places}
         given |= {} if choice is None or logits else vars(choice)
         given |= {} if groups is None else {"groups": groups}
         side.fill(rows, count, given)
@@ -311,8 +321,6 @@ class DecodeGraphs:
     def _compute(self, rows: int, kind: str) -> None:
         """The step, from the buffers of inputs to ``_ids`` or ``last_logits``."""
         at = self._inputs[rows]
-        ids = at["input_ids"]
-        ids = torch.where(ids < 0, self._ids[(-1 - ids).clamp_min(0)], ids)
         ops = self.ops
         if self.watch is not None:  # a decode step is watched in all its rows
             ops = WatchedOps(self.watch, ops, at["groups"], at["groups"])
@@ -320,7 +328,7 @@ class DecodeGraphs:
             slot_mapping=at["slot_mapping"],
             block_table=at["block_table"],
             context_lens=at["context_lens"],
-            cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device=self._on),
+            cu_seqlens_q=self._cu_seqlens_q[: rows + 1],
             max_seqlen_q=1,
             starts_here=False,
             sdpa=None,
@@ -328,7 +336,7 @@ class DecodeGraphs:
         logits = forward(
             self.model,
             ops,
-            ids,
+            self._words.index_select(0, at["places"]),
             at["positions"],
             self.cos_sin_cache,
             self.cache,
@@ -340,20 +348,19 @@ class DecodeGraphs:
         if kind == "logits":
             self.last_logits[:rows].copy_(logits)
             return
-        chosen = sample_rows(
-            logits,
-            SamplingRows(
-                at["temperature"],
-                at["top_k"],
-                at["top_p"],
-                at["min_p"],
-                at["key"],
-                at["positions"] + 1,
-                any_drawn=kind != "greedy",
-                any_narrowed=kind == "narrowed",
-            ),
+        if kind == "greedy":  # 16-bit logits rank, and tie, as they do in fp32
+            torch.argmax(logits, dim=-1, out=self._ids[:rows])
+            return
+        sampling = SamplingRows(
+            at["temperature"],
+            at["top_k"],
+            at["top_p"],
+            at["min_p"],
+            at["key"],
+            at["positions"] + 1,
+            any_narrowed=kind == "narrowed",
         )
-        self._ids[:rows].copy_(chosen)
+        sample_rows(logits.float(), sampling, out=self._ids[:rows])
 
 
 class _Side:

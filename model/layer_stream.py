@@ -106,12 +106,12 @@ class LayerStream:
     def run(self, layer: Layer, hidden: Tensor) -> Tensor:
         """Hidden states [T, H] after ``layer``."""
         config, ops, eps = self.config, self._ops, self.config.rms_norm_eps
-        x = ops.rms_norm(hidden, layer.input_layernorm, eps=eps)
         attend = OverCache(ops, self._cache, self._meta)
-        qkv = layer.qkv_proj(x, ops)
-        x = _attention(config, layer, ops, qkv, self._positions, self._table, 0, attend)
+        qkv, hidden = layer.qkv_proj.behind_norm(None, hidden, layer.input_layernorm, ops, eps=eps)
+        attended = _attention(config, layer, ops, qkv, self._positions, self._table, 0, attend)
+        x, hidden = layer.o_proj.onto(hidden, attended, ops)
         x, hidden = layer.mlp_behind_norm(x, hidden, ops, eps=eps)
-        return hidden + x
+        return hidden if x is None else hidden + x
 
     def perplexities(self, states: list[Tensor]) -> list[float]:
         """exp of the mean loss of the next token, for hidden states after the last layer."""

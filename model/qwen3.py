@@ -24,12 +24,12 @@ from model.quantized_matrix import Int8Experts, Weight, multiplies_codes, produc
 from tkernels.kv_format import QuantizedKV, read_positions
 
 Tensor = torch.Tensor
-# Steps of up to so many tokens take norms and activations along in their projections, in kernels
-# that read weights once. 0: none, until those have been timed on a card.
-FEW_ROWS = 0
+# Steps of up to so many tokens take norms, activations and sums along in their projections, in
+# kernels that read weights once. With more rows cuBLAS is faster (CONTRIBUTING, measured facts).
+FEW_ROWS = 1
 # Steps of up to so many tokens norm and rotate q and k and write to the cache in one launch, where
-# attention reads the pages. 0: none, until that has been timed on a card.
-APPENDED_ROWS = 0
+# attention reads the pages.
+APPENDED_ROWS = 2048
 # Norms and activations before layers in W8A8 make the codes that these multiply: a launch less for
 # each, and 16-bit rows are neither read again nor, where no row may run high, written.
 FUSED_QUANTIZATION = True
@@ -50,9 +50,15 @@ class Linear:
             return y
         return product(x, self.weight, ops, self.bias)
 
+    def onto(self, residual: Tensor, x: Tensor, ops: Any) -> tuple[Tensor | None, Tensor]:
+        """(what is to be added to ``residual`` yet, residual): None where that has been done."""
+        if self._has_kernel(x, ops):
+            return None, ops.skinny_linear(x, self.weight, bias=self.bias, residual=residual)
+        return self(x, ops), residual
+
     def behind_norm(
         self,
-        x: Tensor,
+        x: Tensor | None,
         residual: Tensor,
         norm_weight: Tensor,
         ops: Any,
@@ -60,28 +66,26 @@ class Linear:
         eps: float,
         gated: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(projection of the normed sum of x and residual, that sum).
+        """(projection of the normed sum of x, None for nothing, and residual, that sum).
 
         ``gated``: ``silu_and_mul`` of the projection.
         """
-        y: Tensor
-        if self._has_kernel(x, ops):
-            y, residual = ops.fused_add_rms_norm_linear(
-                x,
+        if x is None and self._has_kernel(residual, ops):
+            y: Tensor = ops.skinny_linear(
                 residual,
-                norm_weight,
                 self.weight,
                 bias=self.bias,
-                silu_and_mul=gated,
+                norm_weight=norm_weight,
                 eps=eps,
+                silu_and_mul=gated,
             )
             return y, residual
-        if normed := self.quantizing(ops, "fused_add_rms_norm"):
+        if x is not None and (normed := self.quantizing(ops, "fused_add_rms_norm")):
             codes, scale, residual, kept = normed(x, residual, norm_weight, eps=eps)
             rows = kept if len(kept) else x  # x: of that shape, and not read
             y = product(rows, self.weight, ops, self.bias, (codes, scale))
         else:
-            x, residual = ops.fused_add_rms_norm(x, residual, norm_weight, eps=eps)
+            x, residual = normed_sum(x, residual, norm_weight, ops, eps=eps)
             y = self(x, ops)
         return (ops.silu_and_mul(y) if gated else y), residual
 
@@ -107,6 +111,16 @@ class Linear:
             return False
         kernels = getattr(ops, "skinny_linear", None) is tkernels.skinny_linear
         return kernels and self.weight.stride(1) == 1  # on a CPU some are stored input-major
+
+
+def normed_sum(
+    x: Tensor | None, residual: Tensor, weight: Tensor, ops: Any, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(RMSNorm of the sum of x, None for nothing, and residual, that sum)."""
+    if x is None:
+        return ops.rms_norm(residual, weight, eps=eps), residual
+    normed, total = ops.fused_add_rms_norm(x, residual, weight, eps=eps)
+    return normed, total
 
 
 @dataclass
@@ -167,12 +181,12 @@ class Layer:
     experts: Experts | None = None
 
     def mlp_behind_norm(
-        self, x: Tensor, residual: Tensor, ops: Any, *, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """(MLP or experts of the normed sum of x and residual, that sum), each [T, H]."""
+        self, x: Tensor | None, residual: Tensor, ops: Any, *, eps: float
+    ) -> tuple[Tensor | None, Tensor]:
+        """MLP or experts of the normed sum of x, None for nothing, and residual: see ``onto``."""
         norm = self.post_attention_layernorm
         if self.experts is not None:
-            x, residual = ops.fused_add_rms_norm(x, residual, norm, eps=eps)
+            x, residual = normed_sum(x, residual, norm, ops, eps=eps)
             return self.experts(x, ops), residual
         assert self.gate_up_proj is not None
         assert self.down_proj is not None
@@ -181,7 +195,7 @@ class Layer:
             x, residual, norm, ops, eps=eps, gated=activated is None
         )
         if activated is None:
-            return self.down_proj(h, ops), residual
+            return self.down_proj.onto(residual, h, ops)
         codes, scale, kept = activated(h)
         rows = kept if len(kept) else h[:, : codes.shape[1]]  # of that shape, and not read
         down = self.down_proj
@@ -237,15 +251,15 @@ def forward(
             is all T tokens.
 
     Returns:
-        fp32 [num_logits, V], or [T, V].
+        [num_logits, V], or [T, V], in the network's dtype.
     """
     attend = OverCache(ops, cache, meta)
     x = hidden_states(model, ops, input_ids, positions, cos_sin_cache, attend)
     if num_logits == 0:
-        return torch.empty((0, model.config.vocab_size), device=x.device)
+        return torch.empty((0, model.config.vocab_size), dtype=x.dtype, device=x.device)
     if num_logits is not None:
         x = x[meta.cu_seqlens_q[1 : num_logits + 1] - 1]  # [num_logits, H]
-    return model.lm_head(x, ops).float()
+    return model.lm_head(x, ops)
 
 
 def hidden_states(
@@ -259,18 +273,13 @@ def hidden_states(
     """What ``lm_head`` is applied to: [T, H] of T packed tokens."""
     eps = model.config.rms_norm_eps
     residual = _embed(model.embed_tokens, input_ids)  # [T, H]
-    x: Tensor = ops.rms_norm(residual, model.layers[0].input_layernorm, eps=eps)
-    qkv = model.layers[0].qkv_proj(x, ops)
+    x = None  # what the layer before has not added to residual yet
     for i, layer in enumerate(model.layers):
-        x = _attention(model.config, layer, ops, qkv, positions, cos_sin_cache, i, attend)
+        qkv, residual = layer.qkv_proj.behind_norm(x, residual, layer.input_layernorm, ops, eps=eps)
+        attended = _attention(model.config, layer, ops, qkv, positions, cos_sin_cache, i, attend)
+        x, residual = layer.o_proj.onto(residual, attended, ops)
         x, residual = layer.mlp_behind_norm(x, residual, ops, eps=eps)
-        if i + 1 < len(model.layers):
-            after = model.layers[i + 1]
-            qkv, residual = after.qkv_proj.behind_norm(
-                x, residual, after.input_layernorm, ops, eps=eps
-            )
-    x, _ = ops.fused_add_rms_norm(x, residual, model.norm, eps=eps)
-    return x
+    return normed_sum(x, residual, model.norm, ops, eps=eps)[0]
 
 
 def _embed(table: Matrix, ids: Tensor) -> Tensor:
@@ -287,7 +296,7 @@ def _attention(
     index: int,
     attend: Attend,
 ) -> Tensor:
-    """[T, (Hq + 2 Hk) D] -> [T, H]."""
+    """[T, (Hq + 2 Hk) D] -> [T, Hq D]."""
     heads = qkv.view(qkv.shape[0], -1, config.head_dim)  # [T, Hq + 2 Hk, D]
     v = heads[:, -config.num_kv_heads :]
     if layer.q_norm is not None:
@@ -296,12 +305,12 @@ def _attention(
         if isinstance(attend, OverCache) and attend.appends_in_passing(index, len(qkv)):
             pages = attend.cache.k[index], attend.cache.v[index], attend.meta.slot_mapping
             q = ops.fused_qk_norm_rope_append(*given, *pages, **sizes, eps=config.rms_norm_eps)
-            return layer.o_proj(attend.read(index, q).flatten(1), ops)
+            return attend.read(index, q).flatten(1)
         q, k = ops.fused_qk_norm_rope(*given, **sizes, eps=config.rms_norm_eps)
     else:
         q, k = heads[:, : config.num_heads], heads[:, config.num_heads : -config.num_kv_heads]
         q, k = ops.rope(q, k, cos_sin_cache, positions, q_out=q, k_out=k)
-    return layer.o_proj(attend(index, q, k, v).flatten(1), ops)
+    return attend(index, q, k, v).flatten(1)
 
 
 @dataclass

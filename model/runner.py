@@ -166,7 +166,7 @@ class Runner:
     def step(
         self, arrays: StepArrays, num_logits: int | None, marks: Ints | None = None
     ) -> torch.Tensor:
-        """One step of whatever sequences; see ``forward`` for ``num_logits``.
+        """One step of whatever sequences: logits in fp32; see ``forward`` for ``num_logits``.
 
         The caller knows which blocks of the cache belong to whom, and, with a fallback, which slots
         (``marks``, see ``Watch.step``).
@@ -195,7 +195,7 @@ class Runner:
             )
         if watching is not None:
             watching.end()
-        return logits
+        return logits.float()
 
     def release_residuals(self, blocks: Sequence[int]) -> None:
         """Give the residuals back that tokens in these blocks have, if the cache has any."""

@@ -132,13 +132,15 @@ def request_key(seed: int, sample: int) -> int:
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def sample_rows(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+def sample_rows(
+    logits: torch.Tensor, rows: SamplingRows, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """One token a row: int64 [B] of logits fp32 [B, V]; nothing is read back to the host.
 
     A token is drawn as the candidate with the largest score - log(-log(1 - u)), u uniform: it has
     the probability that softmax gives it (Gumbel's trick), and no sum over candidates is rounded.
     """
-    return draw_scores(logits, rows).argmax(dim=-1)
+    return torch.argmax(draw_scores(logits, rows), dim=-1, out=out)
 
 
 def draw_scores(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

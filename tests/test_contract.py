@@ -179,11 +179,7 @@ ACCEPTED: dict[str, dict[str, set[tuple[Callable[[torch.Tensor], Any], str]]]] =
     "rms_norm": {"x": _ANY_ROW_COUNT},
     "silu_and_mul": {"x": _ANY_ROW_COUNT},
     "w4a16_gemm": {"x": {(_shorter, _ANY_ROWS_OF_X), (_longer, _ANY_ROWS_OF_X)}, "bias": _OPTIONAL},
-    "skinny_linear": {
-        "x": {(_shorter, _ANY_ROWS_OF_X), (_longer, _ANY_ROWS_OF_X)},
-        "bias": _OPTIONAL,
-    },
-    "fused_add_rms_norm_linear": {"bias": _OPTIONAL},
+    "skinny_linear": dict.fromkeys(("bias", "norm_weight", "residual"), _OPTIONAL),
     "silu_and_mul_quantized": {"x": {(way, _SIZES) for way in (_shorter, _longer)}},
     "watch_activations": {
         "x": {(_narrower, _SIZES_OF_X), (_wider, _SIZES_OF_X)},

@@ -27,7 +27,7 @@ from model.kv_cache import BLOCK_SIZE, SequenceState
 from model.kv_quant import choose
 from model.loop import Limits, Reply
 from model.loop import generate as replies_to
-from model.qwen3 import Model
+from model.qwen3 import Linear, Model
 from model.runner import Runner
 from model.sampler import SamplingParams, alike, request_key, sample, sample_rows
 from tkernels import device
@@ -254,6 +254,31 @@ def test_a_step_is_two_copies_and_a_replay(patch: pytest.MonkeyPatch) -> None:
     assert seen.names == []
 
 
+def launched_beside_layers(graphs: DecodeGraphs, kind: str) -> list[str]:
+    """PyTorch's operations in a captured step that are neither views nor projections."""
+    names = []
+    for function, args, _, results in graphs._graphs[2, kind].launches:
+        if not isinstance(function, torch._ops.OpOverload) or "linear" in str(function):
+            continue
+        storage = args[0].untyped_storage() if function.is_view else None
+        if storage is None or results.untyped_storage().data_ptr() != storage.data_ptr():
+            names.append(str(function).removeprefix("aten."))
+    return names
+
+
+@on_cpu
+def test_few_launches_stand_beside_the_layers(patch: pytest.MonkeyPatch) -> None:
+    """In a step of a 16-bit network: each costs a microsecond or two, and a gap."""
+    graphs = captured(new_runner(load_folder(tiny("qwen3").folder, torch.bfloat16), OPS), (2,))
+    ids = ["index_select.default", "embedding.default"]
+    assert launched_beside_layers(graphs, "greedy") == [*ids, "argmax.out"]
+    assert launched_beside_layers(graphs, "logits") == [*ids, "copy_.default"]
+    for kind in ("drawn", "narrowed"):
+        names = launched_beside_layers(graphs, kind)
+        assert (names[:2], names[-1]) == (ids, "argmax.out")
+        assert names.count("to.dtype") == 2  # of logits, and of random bits
+
+
 @on_cpu
 def test_inputs_are_not_overwritten_before_they_are_taken(patch: pytest.MonkeyPatch) -> None:
     """Also where nobody reads ids in between."""
@@ -395,6 +420,79 @@ def test_rows_choose_each_its_own_way(kinds: tuple[str, ...], patch: pytest.Monk
     for i, name in enumerate(names):
         history = sequences[i].token_ids
         assert found[i : i + 1] == sample(logits[i : i + 1], SAMPLINGS[name], [history], [keys[i]])
+
+
+@on_cpu
+def test_rows_take_their_ids_from_where_the_host_says(patch: pytest.MonkeyPatch) -> None:
+    """Given ones and those that the step before chose, beyond one line of 64 bytes."""
+    runner = new_runner(tiny("qwen3").ours, OPS)
+    graphs = captured(runner, (3, 9), kinds=("greedy",))
+    sequences = started(runner, tuple(range(1, 10)))
+    taken: list[list[int]] = []
+    embed = qwen3._embed
+
+    def seen(table: Any, ids: torch.Tensor) -> torch.Tensor:
+        taken.append(ids.tolist())
+        return embed(table, ids)
+
+    patch.setattr(qwen3, "_embed", seen)
+    graphs._graphs = {key: Anew(graphs, *key) for key in graphs._graphs}
+    given = last_ids(sequences)
+    chosen = graphs.decode(given, **step_inputs(runner, sequences)).ids()
+    assert len(set(chosen)) > 3
+    mine = [sequences[i] for i in (8, 3, 0)]
+    ids = given[:3].copy()
+    ids[0], ids[2] = -1 - 8, -1 - 0
+    last = graphs.decode(ids, **step_inputs(runner, mine)).ids()
+    graphs.decode(-1 - torch.arange(2).numpy(), **step_inputs(runner, mine[:2]))
+    assert taken == [
+        given.tolist(), [chosen[8], int(given[1]), chosen[0]], [last[0], last[1], 0],
+    ]  # fmt: skip
+
+
+@on_cpu
+@pytest.mark.parametrize("strange", [0.0, torch.nan, torch.inf])
+def test_the_likeliest_of_16_bit_logits(strange: float, patch: pytest.MonkeyPatch) -> None:
+    """The first of equal ones, as in fp32, where the likeliest are there twice."""
+    model = load_folder(tiny("qwen3").folder, torch.bfloat16)
+    half = model.lm_head.weight[:165].clone()
+    half[50, 0] += strange
+    head = Linear(torch.cat((half, half, torch.zeros_like(half[:1]))))
+    runner = new_runner(dataclasses.replace(model, lm_head=head), OPS)
+    graphs = captured(runner, (4,), kinds=("greedy", "narrowed", "logits"))
+    sequences = started(runner)
+    inputs, ids = step_inputs(runner, sequences), last_ids(sequences)
+    logits = graphs.decode(ids, **inputs, logits=True).logits()
+    assert torch.equal(logits[:, :165].nan_to_num(), logits[:, 165:330].nan_to_num())
+    expected = logits.argmax(-1)
+    assert int(expected.max()) < 165
+    assert not strange or 50 in expected.tolist()
+    assert graphs.decode(ids, **inputs).ids() == expected.tolist()
+    choice = choice_of(SAMPLINGS["greedy"], [0] * 4)
+    patch.setattr(graphs, "_kinds", ["narrowed"])
+    assert graphs.decode(ids, **inputs, choice=choice).ids() == expected.tolist()
+    for s in sequences:
+        s.num_computed += 1
+        s.token_ids.append(1)
+    assert {t.dtype for t in (logits, runner.decode(sequences))} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocabulary", [331, 151936])
+def test_16_bits_rank_as_fp32_does(vocabulary: int, dtype: torch.dtype) -> None:
+    """On which greedy steps rely: the same place, also of ties, infinities and NaN."""
+    logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0] = 0
+    logits[1, 7::50] = 60
+    logits[2, 9::50] = torch.inf
+    logits[3, 11::50] = torch.nan
+    logits[3, 12] = torch.inf
+    logits[4] = -torch.inf
+    logits = logits.to(device.tensor_device())
+    found = torch.empty(6, dtype=torch.int64, device=logits.device)
+    torch.argmax(logits, dim=-1, out=found)
+    assert found.tolist() == logits.float().argmax(-1).tolist()
+    assert found[:5].tolist() == [0, 7, 9, 11, 0]
 
 
 class Numbers:

@@ -236,11 +236,13 @@ def test_what_is_beside_the_matrices_is_not_read(way: Config, dev: torch.device)
 @pytest.mark.parametrize("m", [1, 8, 16])
 @pytest.mark.parametrize(("n", "k"), [(12288, 4096), (4096, 12288)])
 def test_large_ones(m: int, n: int, k: int, dev: torch.device) -> None:
-    inputs = gemm_inputs(gemm_problem(m, n, k), dev)
-    assert SPEC.default_config(gemm_problem(m, n, k), device.current())["variant"] == "few"
+    problem = gemm_problem(m, n, k)
+    inputs, dev_now = gemm_inputs(problem, dev), device.current()
+    few = masked_gemm_few.default_config(problem, dev_now)
+    assert (SPEC.default_config(problem, dev_now) == few) == (m <= 8)
     expected = tkernels.reference.masked_gemm(**inputs)
     for _ in range(5):
-        assert torch.equal(SPEC.launch(**inputs), expected)
+        assert torch.equal(SPEC.launch(**inputs, config=few), expected)
 
 
 @gpu

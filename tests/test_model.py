@@ -204,7 +204,7 @@ def test_kernels_equal_references(
     """The same runner on ``tkernels`` and on its references; few rows take kernels of their own."""
     monkeypatch.setattr(qwen3, "FEW_ROWS", few_rows)
     called: list[str] = []
-    for name in ("fused_add_rms_norm_linear", "fused_add_rms_norm", "silu_and_mul"):
+    for name in ("skinny_linear", "rms_norm", "fused_add_rms_norm", "silu_and_mul"):
         kernel = getattr(tkernels, name)
         monkeypatch.setattr(
             tkernels, name, lambda *a, n=name, k=kernel, **b: called.append(n) or k(*a, **b)
@@ -213,6 +213,7 @@ def test_kernels_equal_references(
     for layer in model.layers:
         for linear in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj):
             linear.weight = linear.weight.contiguous()
+    model.lm_head.weight = model.lm_head.weight.contiguous()
     prompts = [random_ids(331, n, seed=n) for n in (3, 18)]
     results = []
     for ops in (tkernels, tkernels.reference):
@@ -227,8 +228,8 @@ def test_kernels_equal_references(
         if ops is tkernels:
             layers = len(model.layers)
             apart = ["fused_add_rms_norm", "silu_and_mul", "fused_add_rms_norm"] * layers
-            fused = ["fused_add_rms_norm_linear"] * (2 * layers - 1) + ["fused_add_rms_norm"]
-            assert called == (fused if few_rows else apart)
+            fused = ["skinny_linear"] * 4 * layers + ["rms_norm", "skinny_linear"]
+            assert called == (fused if few_rows else ["rms_norm", *apart])
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=TOLERANCE)
 
 

@@ -46,10 +46,17 @@ def shapes(kernel: str, *texts: str) -> list[Any]:
 # ---- sizes by hand -----------------------------------------------------------------------------
 
 
-SKINNY = [  # (tokens, outputs, inputs) of skinny_linear and what stands on it
+SKINNY = [  # (tokens, outputs, inputs) of skinny_linear
     *((1, 1024, 2048), (1, 1024, 3072), (1, 3072, 1024), (1, 4096, 1024), (1, 151936, 4096)),
+    *((1, n, k) for n, k in ((6144, 2560), (2560, 4096), (9728, 2560), (2560, 9728))),
+    (1, 4096, 12288),
     *((m, n, k) for m in (1, 4, 16) for n, k in ((4096, 4096), (6144, 4096), (12288, 4096))),
 ]
+MORE = {
+    "added-": ",residual=true",
+    "normed-": ",normed=true",
+    "gated-": ",silu_and_mul=true,normed=true",
+}
 SHAPES = {  # of each bench case; of all its kernels where several have one of that name
     "decode-b64-ctx4096-32/8x128-bf16": "batch=64,context=4096",
     "decode-b256-ctx1024-32/8x128-bf16": "batch=256,context=1024",
@@ -115,10 +122,11 @@ SHAPES = {  # of each bench case; of all its kernels where several have one of t
     "64x12288x4096-bf16": "tokens=64,outputs=12288,inputs=4096",
     "4096x12288x4096-bf16": "tokens=4096,outputs=12288,inputs=4096",
     **{
-        f"{gated and 'gated-'}{m}x{n}x{k}-bf16": f"tokens={m},outputs={n},inputs={k}{gated}"
-        for gated in ("", ",silu_and_mul=true")
+        f"{prefix}{m}x{n}x{k}-bf16": f"tokens={m},outputs={n},inputs={k}{more}"
+        for prefix, more in MORE.items()
         for m, n, k in SKINNY
     },
+    "1x151936x4096-bf16": "tokens=1,outputs=151936,inputs=4096",
     "none-8192x8192x8192-bf16": "tokens=8192,outputs=8192,inputs=8192,masked=true",
     "none-16x12288x4096-bf16": "tokens=16,outputs=12288,inputs=4096,masked=true",
     "64x32x128-bf16": "tokens=64",
@@ -283,6 +291,7 @@ TINY = {
     "qwen3_moe": {
         "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20, "num_experts": 5,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+        "num_hidden_layers": 2,
     },
 }  # fmt: skip
 
@@ -294,7 +303,7 @@ def tiny_config(family: str) -> dict[str, Any]:
 
 
 def network(config: ModelConfig) -> Model:
-    """One layer whose values do not matter."""
+    """Layers whose values do not matter; with experts two, which differ in what they norm."""
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=getattr(torch, config.dtype), device=device.tensor_device())
@@ -318,7 +327,7 @@ def network(config: ModelConfig) -> Model:
         **mlp,
     )
     table = zeros(config.vocab_size, hidden)
-    return Model(config, table, [layer], zeros(hidden), Linear(table))
+    return Model(config, table, [layer] * config.num_layers, zeros(hidden), Linear(table))
 
 
 @pytest.fixture
@@ -346,6 +355,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
         ("qwen2", 7, 100, 256),
         ("qwen2", 1, 2049, 2048),  # a step of one token
         ("qwen3_moe", 3, 16, 32),
+        ("qwen3", 1, 40, 16),  # steps of one token take fused kernels
+        ("qwen3_moe", 1, 40, 64),
     ],
 )
 def test_what_a_model_launches_is_what_is_tuned(
@@ -374,7 +385,7 @@ def test_what_a_model_launches_is_what_is_tuned(
     launched.clear()
     config.reload()  # plans that are remembered ask for no config
     runner.decode(sequences)
-    assert {kernel for kernel, _ in launched} >= {"rms_norm", "paged_attn", "append_paged_kv"}
+    assert {kernel for kernel, _ in launched} >= {"rms_norm", "paged_attn"}
     config.reload()
     prefilled(context)
     arch = device.current().arch
@@ -388,14 +399,15 @@ def test_what_a_model_launches_is_what_is_tuned(
 )
 def test_steps_are_the_runners(batch: int, context: int, chunk: int) -> None:
     computed = [0] * batch
-    expected = [Step(batch, batch, 1, context, False)]
+    expected = [Step(batch, batch, 1, context, False, batch)]
     for step in split_prefill([context] * batch, chunk):
         fresh = not any(computed[i] for i, _ in step)
         for i, n in step:
             computed[i] += n
         news = [n for _, n in step]
         longest = max(computed[i] for i, _ in step)
-        expected.append(Step(len(step), sum(news), max(news), longest, fresh))
+        ended = sum(computed[i] == context for i, _ in step)
+        expected.append(Step(len(step), sum(news), max(news), longest, fresh, ended))
     assert steps(batch, context, chunk) == list(dict.fromkeys(expected))
 
 
@@ -513,7 +525,7 @@ def test_experts_are_those_that_fused_moe_has() -> None:
     ]
     most = chunk_of(8, 4096, 768, torch.bfloat16)
     for tokens, chunks in ((most, [most]), (most + 5, [most, 5]), (2 * most, [most])):
-        step = _experts(facts, Step(1, tokens, tokens, tokens, True))
+        step = _experts(facts, Step(1, tokens, tokens, tokens, True, 1))
         assert [size["tokens"] for name, size in step if name == "moe_dispatch"] == chunks
     assert facts_of(CONFIG).experts is None
     with pytest.raises(ValueError, match="num_experts_per_tok must be an integer >= 1, got None"):

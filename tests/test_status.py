@@ -279,12 +279,9 @@ def jit_functions(spec: KernelSpec) -> list[str]:
     ]
 
 
-STANDS_ON = {"fused_add_rms_norm_linear": "skinny_linear"}  # a launch of another file
-
-
 @pytest.mark.parametrize("name", list(all_kernels()))
 def test_every_jit_function_of_a_kernel_is_hashed(name: str) -> None:
-    functions = jit_functions(get(STANDS_ON.get(name, name)))
+    functions = jit_functions(get(name))
     assert functions
     assert set(functions) <= set(fingerprint.reached(get(name)))
 

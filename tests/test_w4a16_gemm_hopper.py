@@ -225,8 +225,9 @@ def test_compiled_for_sm90() -> None:
         stages, warps = changed["num_stages"], changed["num_warps"]
         split = ["_add_kernel"] if changed["SPLIT_K"] > 1 else []
         assert case["names"] == ["_w4a16_gemm_hopper_kernel", *split], case
-        # Triton 3.9's ptxas puts two registers away where six programs share a core.
-        assert case["spill_bytes"] <= (8 if changed["programs_per_core"] else 0), case
+        # Where six programs share a core two registers are put away during the loop; ptxas of
+        # Triton 3.6 stores them at two places, of which a thread passes one.
+        assert case["spill_bytes"] <= (16 if changed["programs_per_core"] else 0), case
         assert case["registers"] <= 168, case  # three programs of four warps
         # A step's products and codes once in the program, and nothing in shared memory but them.
         assert case["products"] == outputs * rows * columns // (16 * 8 * 16), case

@@ -15,7 +15,6 @@ from tkernels.ops.append_paged_kv import append_paged_kv
 from tkernels.ops.flash_attn import flash_attn
 from tkernels.ops.fp4_dequant import fp4_dequant
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
-from tkernels.ops.fused_add_rms_norm_linear import fused_add_rms_norm_linear
 from tkernels.ops.fused_add_rms_norm_quantized import fused_add_rms_norm_quantized
 from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope
 from tkernels.ops.fused_qk_norm_rope_append import fused_qk_norm_rope_append
@@ -58,7 +57,6 @@ __all__ = [
     "force_config",
     "fp4_dequant",
     "fused_add_rms_norm",
-    "fused_add_rms_norm_linear",
     "fused_add_rms_norm_quantized",
     "fused_moe",
     "fused_qk_norm_rope",

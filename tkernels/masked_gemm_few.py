@@ -2,7 +2,8 @@
 
 Weights are read once, and that is all the time there is. As in ``w4a16_gemm_hopper`` each warp of a
 program has a part of K of its own, with stages of its own in shared memory, and the sums of the
-warps meet at the end; they are int32, so their order makes no difference.
+warps meet at the end; they are int32, so their order makes no difference. As there, too, the first
+weights are asked for before the kernel that makes x_q has ended.
 
 Weights are the left operand of ``mma.sync`` (16 outputs, 32 columns), x_q the right one (8 rows). A
 lane reads 16 neighbouring bytes at a time of both. An instruction takes 4 of them from each of four
@@ -86,6 +87,8 @@ def _masked_gemm_few_kernel(
     # Eight lanes read 64 bytes of each of two rows: the rows' halves change places by turns.
     codes: gl.constexpr = gl.SwizzledSharedLayout(64, 1, 2, [2, 1, 0])
 
+    if PDL:
+        _let_next_kernel_start()
     split = gl.program_id(0) % SPLIT_K
     place = gl.program_id(0) // SPLIT_K
     row0 = place % n_m * R
@@ -100,13 +103,19 @@ def _masked_gemm_few_kernel(
     w_tile = w_tile + (n.to(gl.int64) * stride_w * 16)[None, :, None]
     w_tile = w_tile + first[:, None, None] + k[None, None, :]
     w_s = gl.allocate_shared_memory(gl.int8, [STAGES, W, N, K], codes)
-    if PDL:
-        _wait_for_earlier_kernels()
-        _let_next_kernel_start()
     for i in gl.static_range(STAGES - 1):
         if i < steps:
             _fetch(w_s, w_tile, i, first, ok, n_inner, STAGES, K, EVEN_K, EVEN_N, lines)
         _commit()
+    # No earlier kernel writes these either, and at the end nothing would cover the way to them.
+    rows: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [W, 1], [0, 1])
+    n = col0 + gl.arange(0, N, gl.SliceLayout(1, rows))
+    if SPLIT_K == 1:
+        scale = gl.load(ws_ptr + n, mask=n < n_cols, other=0.0)
+        if HAS_BIAS:
+            bias = gl.load(bias_ptr + n, mask=n < n_cols, other=0.0)
+    if PDL:  # nothing above reads what an earlier kernel may write, or stores
+        _wait_for_earlier_kernels()
 
     x_first = split * W + gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, units)))
     x_first = x_first * (steps * K)
@@ -137,9 +146,7 @@ def _masked_gemm_few_kernel(
                 gl.permute(_by_fours(x), [0, 2, 1]), right, assert_trivial=True)
             acc = ampere.mma_v2(weights[j], x, acc)
 
-    rows: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [W, 1], [0, 1])
     whole = gl.convert_layout(gl.sum(acc, 0), rows)
-    n = col0 + gl.arange(0, N, gl.SliceLayout(1, rows))
     r = row0 + gl.arange(0, R, gl.SliceLayout(0, rows))
     there = (n < n_cols)[:, None] & (r < n_rows)[None, :]
     r64 = r.to(gl.int64)
@@ -148,9 +155,8 @@ def _masked_gemm_few_kernel(
         gl.store(parts + n[:, None], whole, mask=there)
     else:
         y = whole.to(gl.float32) * gl.load(xs_ptr + r, mask=r < n_rows, other=0.0)[None, :]
-        y = y * gl.load(ws_ptr + n, mask=n < n_cols, other=0.0)[:, None]
+        y = y * scale[:, None]
         if HAS_BIAS:
-            bias = gl.load(bias_ptr + n, mask=n < n_cols, other=0.0)
             y = y + bias.to(gl.float32)[:, None]
         outs = out_ptr + (r64 * stride_o)[None, :]
         gl.store(outs + n[:, None], y.to(out_ptr.dtype.element_ty), mask=there)

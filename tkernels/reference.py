@@ -9,9 +9,6 @@ from tkernels.ops.append_paged_kv import append_paged_kv_ref as append_paged_kv
 from tkernels.ops.flash_attn import flash_attn_ref as flash_attn
 from tkernels.ops.fp4_dequant import fp4_dequant_ref as fp4_dequant
 from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm_ref as fused_add_rms_norm
-from tkernels.ops.fused_add_rms_norm_linear import (
-    fused_add_rms_norm_linear_ref as fused_add_rms_norm_linear,
-)
 from tkernels.ops.fused_add_rms_norm_quantized import (
     fused_add_rms_norm_quantized_ref as fused_add_rms_norm_quantized,
 )
@@ -48,7 +45,6 @@ __all__ = [
     "flash_attn",
     "fp4_dequant",
     "fused_add_rms_norm",
-    "fused_add_rms_norm_linear",
     "fused_add_rms_norm_quantized",
     "fused_moe",
     "fused_qk_norm_rope",

@@ -1,4 +1,4 @@
-"""Problems, inputs, costs and configs of ``skinny_linear`` and ``fused_add_rms_norm_linear``."""
+"""Problems, inputs, costs and configs of ``skinny_linear``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tkernels import skinny_linear_hopper
 from tkernels.config import why_no_launch
 from tkernels.device import Device, cdiv, next_power_of_2
 from tkernels.ops.paged_attn import _has_pdl
@@ -19,10 +20,22 @@ def linear_problem(
     dtype: torch.dtype = torch.bfloat16,
     *,
     gated: bool = False,
+    normed: bool = False,
     bias: bool = False,
+    residual: bool = False,
 ) -> dict[str, Any]:
     """Problem of ``m`` rows of ``k`` columns to ``n``."""
-    return {"m": m, "n": n, "k": k, "dtype": dtype, "gated": gated, "bias": bias}
+    return {
+        "m": m,
+        "n": n,
+        "k": k,
+        "dtype": dtype,
+        "gated": gated,
+        "normed": normed,
+        "aligned": k % 8 == 0,
+        "bias": bias,
+        "residual": residual,
+    }
 
 
 def linear_shape(
@@ -31,10 +44,13 @@ def linear_shape(
     outputs: int,
     inputs: int,
     silu_and_mul: bool = False,
+    normed: bool = False,
+    residual: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Problem:
     """``tokens`` rows through a layer of ``inputs`` to ``outputs`` columns of the result."""
-    return linear_problem(tokens, outputs, inputs, dtype, gated=silu_and_mul)
+    more = {"gated": silu_and_mul, "normed": normed, "residual": residual}
+    return linear_problem(tokens, outputs, inputs, dtype, **more)
 
 
 def linear_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
@@ -52,23 +68,28 @@ def linear_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
     }
     if p["bias"]:
         inputs["bias"] = random(rows).to(p["dtype"])
+    if p["normed"]:
+        inputs["norm_weight"] = (1 + 0.1 * random(p["k"])).to(p["dtype"])
+    if p["residual"]:
+        inputs["residual"] = random(p["m"], p["n"]).to(p["dtype"])
     if p["gated"]:
         inputs["silu_and_mul"] = True
     return inputs
 
 
-def linear_cost(problem: Problem, *, norm: bool = False) -> Cost:
+def linear_cost(problem: Problem) -> Cost:
     """Weights once, rows in and out once."""
     p = problem
     m, n, k, size = p["m"], p["n"], p["k"], p["dtype"].itemsize
     rows = n * (2 if p["gated"] else 1)
-    moved = rows * k + m * k * (3 if norm else 1) + m * n + (rows if p["bias"] else 0)
-    return Cost(flops=2 * m * rows * k, bytes=(moved + (k if norm else 0)) * size)
+    moved = rows * k + m * k + m * n * (2 if p["residual"] else 1)
+    moved += (rows if p["bias"] else 0) + (k if p["normed"] else 0)
+    return Cost(flops=2 * m * rows * k, bytes=moved * size)
 
 
 # ---- configs ----------------------------------------------------------------------------------
 
-FIELDS = ("m", "n", "k", "dtype", "gated")
+FIELDS = ("m", "n", "k", "dtype", "gated", "normed", "aligned")
 
 
 def linear_tuning_key(problem: Problem) -> dict[str, Any]:
@@ -80,12 +101,14 @@ def linear_tuning_key(problem: Problem) -> dict[str, Any]:
         "n_up_to": next_power_of_2(p["n"]),
         "k_up_to": next_power_of_2(p["k"]),
         "gated": p["gated"],
+        "normed": p["normed"],
+        "aligned": p["aligned"],
         "itemsize": p["dtype"].itemsize,
     }
 
 
 def linear_space(dev: Device) -> dict[str, list[Any]]:
-    """Search space of both operations."""
+    """Search space."""
     space: dict[str, list[Any]] = {
         "BLOCK_M": [1, 8, 16, 32, 64],
         "BLOCK_N": [1, 2, 4, 8, 16, 32, 64, 128],
@@ -95,18 +118,36 @@ def linear_space(dev: Device) -> dict[str, list[Any]]:
     }
     if dev.is_npu:
         return {**space, "programs_per_core": [1]}
+    if dev.arch == "sm90":
+        space["variant"] = ["vector", "dot", "hopper"]
     return {
         **space,
         "SWAP": [False, True],
         "AHEAD": [False, True],
         "PDL": [False, True] if _has_pdl(dev) else [False],
         "num_warps": [1, 2, 4, 8],
-        "num_stages": [1, 2, 3, 4, 5, 6],
+        "num_stages": [1, 2, 3, 4, 5, 6, 8],
     }
 
 
 def linear_default(problem: Problem, dev: Device) -> Config:
-    """Heuristic of both operations."""
+    """Heuristic: the body for Hopper where it fits, unless columns are few.
+
+    Where they are, the registers of all cores hold all the weights.
+    """
+    p = problem
+    fits = p["m"] == 1 and skinny_linear_hopper.why_unfit(p, dev) is None
+    if not fits:
+        return portable_config(p, dev)
+    chosen = skinny_linear_hopper.default_config(p, dev)
+    if p["n"] <= 8 * dev.num_cores and not p["normed"] and 1024 < p["k"] <= 4096:
+        few = {"variant": "vector", "BLOCK_N": 4, "BLOCK_K": 2048, "num_warps": 8, "num_stages": 1}
+        return {**chosen, **few}
+    return chosen
+
+
+def portable_config(problem: Problem, dev: Device) -> Config:
+    """Heuristic of the other bodies."""
     p = problem
     columns, size = max(32, next_power_of_2(p["k"])), p["dtype"].itemsize
     outputs = next_power_of_2(p["n"])
@@ -152,15 +193,18 @@ def _shared_bytes(config: Config, problem: Problem) -> int:
     return int(config["num_stages"]) * (m + n * halves) * k * size + m * n * 4
 
 
-def linear_illegal(config: Config, problem: Problem, dev: Device, *, norm: bool) -> str | None:
+def linear_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     """Reason why a config cannot run on ``dev``, or None."""
     if why := why_no_launch(config, dev, "BLOCK_M", "BLOCK_N", "BLOCK_K"):
         return why
     m, n, k = (config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     size, halves = problem["dtype"].itemsize, 2 if problem["gated"] else 1
     dot = config["variant"] == "dot"
+    if config["variant"] == "hopper":
+        unfit = skinny_linear_hopper.why_unfit(problem, dev)
+        return unfit or skinny_linear_hopper.why_illegal(config, problem, dev)
     if config["variant"] not in ("vector", "dot"):
-        return f"variant must be vector or dot, got {config['variant']!r}"
+        return f"variant must be vector, dot or hopper, got {config['variant']!r}"
     if dot == (m == 1):
         return f"variant vector has BLOCK_M=1 and dot more, got {config['variant']} and {m}"
     if dev.is_npu:
@@ -186,7 +230,7 @@ def linear_illegal(config: Config, problem: Problem, dev: Device, *, norm: bool)
         return "SWAP is for 16-bit numbers"
     if not config["SWAP"] and (m < 16 or n < 16):
         return f"tiles of variant dot have 16 rows and columns or more, got {m} and {n}"
-    registers = m * n * halves // threads + (m * k * 2 // threads if norm else 0)
+    registers = m * n * halves // threads + (m * k * 2 // threads if problem["normed"] else 0)
     if registers > 160:
         return f"about {registers} of 255 registers a thread would hold the sums alone"
     # A step's rows and weights go through registers, all at once: compiled for sm_90 the bench

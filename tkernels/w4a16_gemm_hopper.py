@@ -14,6 +14,10 @@ codes stay in the lane that read them (``ldmatrix``), and a lane reads 8 neighbo
 q - zero is exact in 16 bits, sums are fp32, and a group's sum is scaled in fp32. A lane has two
 chunks of 64 columns of x at a time, no more: registers are what bounds the warps on a core.
 
+With PDL a program lets the next kernel start at once, and asks for its first weights, scales and
+zero points before it waits for the kernels before, which do not write them. Whoever starts then
+waits for this kernel to end, and with it for all earlier ones: every program waits.
+
 It is written in Gluon, where layouts say which warp has which part of K, and which lane which
 columns of it.
 """
@@ -238,6 +242,8 @@ def _w4a16_gemm_hopper_kernel(
     codes: gl.constexpr = gl.SwizzledSharedLayout(
         8, 2 if K == 128 else 1, 4 if K == 128 else 8, [2, 1, 0])
 
+    if PDL:
+        _let_next_kernel_start()
     split = gl.program_id(0) % SPLIT_K
     place = gl.program_id(0) // SPLIT_K
     row0 = place % n_m * R
@@ -254,9 +260,6 @@ def _w4a16_gemm_hopper_kernel(
     w_tile = w_tile + (first * (K // 4))[:, None, None] + h[None, None, :]
     first = first * K
     w_s = gl.allocate_shared_memory(gl.int16, [STAGES, W, N, K // 4], codes)
-    if PDL:
-        _wait_for_earlier_kernels()
-        _let_next_kernel_start()
     for i in gl.static_range(STAGES - 1):
         if i < steps:
             _fetch(w_s, w_tile, i, first, ok, n_inner, STAGES, K, EVEN_K, EVEN_N, lines)
@@ -281,6 +284,8 @@ def _w4a16_gemm_hopper_kernel(
     if HAS_ZERO:
         zeros = _of_groups(
             z_tile, 0, s_first, s_ok, n_inner, 8, WHOLE, K, GROUPS, EVEN_K, EVEN_N, few)
+    if PDL:  # nothing above reads what an earlier kernel may write, or stores
+        _wait_for_earlier_kernels()
 
     x_first = split * W + gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, eights)))
     x_first = x_first * (steps * K)

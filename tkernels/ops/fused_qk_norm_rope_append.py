@@ -180,8 +180,8 @@ def _fused_qk_norm_rope_append_kernel(
     EARLY_LOADS: tl.constexpr = False,  # start all loads of heads before any of them is used
 ):
     if PDL:
-        _wait_for_earlier_kernels()
         _let_next_kernel_start()
+        _wait_for_earlier_kernels()
     if ONE_TILE:
         _norm_rope_append_tile(
             tl.program_id(0), qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr,

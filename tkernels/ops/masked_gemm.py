@@ -440,7 +440,10 @@ def masked_gemm(
     Args:
         x: [M, K], bf16 or fp16. Where x_q is given and no row can run high, its values are not
             read.
-        weight: int8 [N, K].
+        weight: int8 [N, K]. With ``PDL`` weight, weight_scale and bias are read before kernels of
+            this library that were launched before (``quantize_per_token`` is one) have ended, so
+            those must not write them. A kernel of PyTorch that does so has ended by then, as it
+            lets none start early, and so have all that were launched before it.
         weight_scale: fp32 [N]; zero is a scale.
         x_q, x_scale: int8 [M, K] and fp32 [M] of x, as ``quantize_per_token`` makes them; None
             makes them here, if a row can run low.

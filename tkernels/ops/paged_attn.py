@@ -254,8 +254,8 @@ def _paged_attn_kernel(
     SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr, PDL: tl.constexpr,
 ):
     if PDL:
-        _wait_for_earlier_kernels()
         _let_next_kernel_start()
+        _wait_for_earlier_kernels()
     if ONE_TILE:
         _paged_attn_tile(
             tl.program_id(0), q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, cu_ptr, sinks_ptr, out_ptr,
@@ -378,6 +378,8 @@ def _combine_kernel(
 ):
     """A tile is PIECE values of one head of one token. Parts are EXTRA, then SPLITS at most."""
     pieces: tl.constexpr = BLOCK_D // PIECE
+    if PDL:
+        _let_next_kernel_start()
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         d0 = tile % pieces * PIECE
         heads = tile // pieces % N_HEADS + tl.arange(0, 1)

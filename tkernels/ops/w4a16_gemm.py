@@ -505,7 +505,10 @@ def w4a16_gemm(
         x: [M, K], bf16 or fp16.
         weight: int32 [N, K/8]: q, 0 to 15, of column 8c + j in bits 4j to 4j + 3 of word c, as
             ``compressed-tensors`` packs it. ``tkernels.repack_awq`` and ``repack_gptq`` make it of
-            other formats.
+            other formats. With ``PDL`` weight, weight_scale and weight_zero are read before kernels
+            of this library that were launched before have ended, so those must not write them. A
+            kernel of PyTorch that does so has ended by then, as it lets none start early, and so
+            have all that were launched before it.
         weight_scale: [N, K/group], of x's dtype or fp32. group is a power of two from 32 on, or K
             (a scale a row).
         weight_zero: int8 [N, K/group]: the q that stands for 0. None: 8 (symmetric weights).
