@@ -29,6 +29,7 @@ class Batch:
         self.num_blocks = np.zeros(rows, np.int32)
         self.target_blocks = np.zeros(rows, np.int32)  # blocks that are kept for it
         self.end = np.zeros(rows, np.int32)  # so many tokens are its last
+        self.entry = np.zeros(rows, np.int64)  # a number that no other stay in a row has
         self.special = np.zeros(rows, np.bool_)  # looked at one by one after each token
         self.eos_ids = np.full((rows, 1), -1, np.int32)  # as many columns as the longest list
         self.temperature = np.zeros(rows, np.float32)

@@ -37,8 +37,8 @@ import numpy as np
 import torch
 
 from model.batch import Batch
-from model.graph import DecodeGraphs, batch_sizes
-from model.kv_cache import BLOCK_SIZE, Ints
+from model.graph import DecodeGraphs, Step, batch_sizes
+from model.kv_cache import BLOCK_SIZE, Ints, StepArrays
 from model.loop import Limits, check_prompt
 from model.pages import PagePool
 from model.runner import Runner
@@ -65,6 +65,25 @@ class Answer:
     finish_reason: str
     text: str = ""  # where the engine has a tokeniser
     fallback: dict[str, Any] | None = None  # why it left int8, as ``Watch.told`` says it
+
+
+@dataclass(frozen=True)
+class Early:
+    """A step that was launched before the tokens of the one before it were read."""
+
+    step: Step
+    rows: Ints  # of the batch
+    entries: Ints  # whose stay in these rows it was
+    positions: Ints
+
+    def places(self, batch: Batch, rows: Ints) -> Ints | None:
+        """Where it computes the next token of ``rows``; None where it does not for all of them."""
+        at = np.full(len(batch.entry), -1)
+        at[self.rows] = np.arange(len(self.rows))
+        places: Ints = at[rows]
+        same = self.entries[places] == batch.entry[rows]
+        same &= self.positions[places] == batch.num_computed[rows]
+        return places if bool((same & (places >= 0)).all()) else None
 
 
 class Engine:
@@ -125,6 +144,7 @@ class Engine:
             )
         self._live: dict[int, list[Request]] = {}
         self._ended: list[Answer] = []  # and not returned yet
+        self._early: Early | None = None
         self._arrivals = itertools.count()
         self._broken = False
 
@@ -214,8 +234,7 @@ class Engine:
 
     def _compute(self, rows: Ints, new: Ints) -> None:
         self._broken = True  # until all that was scheduled is computed
-        self.runner.release_residuals(self.pool.stale)
-        self.pool.stale.clear()
+        self._release_residuals()
         batch = self.batch
         # All but the last have a token to draw: chunks take what is left of the step in order.
         ended = batch.num_computed[rows] + new == batch.num_tokens[rows]
@@ -226,25 +245,28 @@ class Engine:
         if self.watched is not None:
             marks = self.watched.marks(rows, new, arrays.positions)
             one_each = one_each and bool((marks == rows).all())  # graphs watch all their tokens
-        if self.graphs is None or not one_each:
-            logits = self.runner.step(arrays, drawing, marks)
-        else:
-            found = self.graphs.decode(
-                arrays.input_ids,
-                arrays.positions,
-                arrays.slot_mapping,
-                arrays.block_table,
-                arrays.context_lens,
-                batch.choice(rows),
-                groups=None if marks is None else marks[0],
-                logits=self._wants_logits(rows),
-            )
-            drawn = None if found.kind == "logits" else np.array(found.ids())
-            logits = found.logits() if drawn is None else None
-        batch.num_computed[rows] += new
         self.counts.steps += 1
         self.counts.computed_tokens += int(new.sum())
         self.counts.attended_tokens += int(arrays.context_lens.sum())
+        early, self._early = self._early, None
+        if self.graphs is None or not one_each:
+            logits = self.runner.step(arrays, drawing, marks)
+            batch.num_computed[rows] += new
+        else:
+            places = None if early is None else early.places(batch, rows)
+            if early is None or places is None:  # nobody foresaw this step
+                places = np.arange(len(rows))
+                step = self._launch(
+                    rows, arrays, None if marks is None else marks[0], self._wants_logits(rows)
+                )
+            else:
+                step = early.step
+            batch.num_computed[rows] += new
+            if step.kind == "logits":
+                logits = step.logits()
+            else:
+                self._early = self._launch_early(rows, places)
+                drawn = np.array(step.ids())[places]
         told = self._draw(rows[:drawing], logits, drawn) if drawing else []
         self._broken = False
         for listener, sample, token, piece in told:  # last, as listeners may cancel requests
@@ -270,6 +292,42 @@ class Engine:
         return [a for i in numbers for a in sorted(answers[i], key=lambda a: a.sample)]
 
     # ---- what comes of a step ------------------------------------------------------------------
+
+    def _launch(self, rows: Ints, arrays: StepArrays, groups: Ints | None, logits: bool) -> Step:
+        assert self.graphs is not None
+        return self.graphs.decode(
+            arrays.input_ids,
+            arrays.positions,
+            arrays.slot_mapping,
+            arrays.block_table,
+            arrays.context_lens,
+            self.batch.choice(rows),
+            groups=groups,
+            logits=logits,
+        )
+
+    def _launch_early(self, rows: Ints, places: Ints) -> Early | None:
+        """The step behind the one on its way, which computes ``rows`` in its rows ``places``.
+
+        Its tokens are not known yet, so the device takes those that it has just chosen. Where the
+        host comes to another step than was foreseen, nothing of this one is used: what it writes is
+        written again, or lies in pages whose next owner writes before it reads.
+        """
+        if self.watched is not None or self._wants_logits(rows):
+            return None
+        going = self._scheduler.look_ahead(rows)
+        if not len(going):
+            return None
+        self._release_residuals()
+        arrays = self.batch.step(going, np.ones(len(going), np.int64))
+        arrays.input_ids[:] = -1 - places[np.isin(rows, going, assume_unique=True)]
+        step = self._launch(going, arrays, None, logits=False)
+        return Early(step, going, self.batch.entry[going], arrays.positions.copy())
+
+    def _release_residuals(self) -> None:
+        """Of pages that were given back."""
+        self.runner.release_residuals(self.pool.stale)
+        self.pool.stale.clear()
 
     def _wants_logits(self, rows: Ints) -> bool:
         """Whether a graph cannot choose: seen tokens count, or one prompt gets several tokens."""

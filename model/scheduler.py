@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -88,6 +89,7 @@ class Scheduler:
         self._of_row: list[Request | None] = [None] * len(batch.num_tokens)
         self._free_rows = list(range(len(batch.num_tokens)))[::-1]
         self._rows: Ints | None = None  # of what runs, in order
+        self._entries = itertools.count(1)
 
     def wait(self, request: Request) -> None:
         heapq.heappush(self.waiting, request)
@@ -148,6 +150,24 @@ class Scheduler:
                 batch.block_table[row, batch.num_blocks[row]] = self.pool.take(1)[0]
                 batch.num_blocks[row] += 1
         return enough
+
+    def look_ahead(self, rows: Ints) -> Ints:
+        """Rows of the step behind one in which each of ``rows`` gets a token, as far as is known.
+
+        Those that do not end by their length, with a page for the token where they need one. None,
+        if another request is going to start, or pages do not suffice.
+        """
+        batch = self.batch
+        going = rows[batch.num_tokens[rows] + 1 < batch.end[rows]]
+        request = self._next_waiting()
+        if request is not None and (len(going) < len(rows) or self._fits(request)):
+            return going[:0]
+        short = going[batch.num_tokens[going] >= batch.num_blocks[going] * BLOCK_SIZE]
+        if len(short) > self.pool.available:
+            return going[:0]
+        batch.block_table[short, batch.num_blocks[short]] = self.pool.take(len(short))
+        batch.num_blocks[short] += 1
+        return going
 
     def _preempt_for_better(self) -> None:
         """Make room for the next waiting request, of those that are of a worse priority."""
@@ -222,7 +242,7 @@ class Scheduler:
         batch.block_table[row, : len(blocks)] = blocks
         batch.num_tokens[row], batch.num_computed[row] = len(request.tokens), computed
         batch.num_blocks[row], batch.target_blocks[row] = len(blocks), target
-        batch.end[row] = request.end
+        batch.end[row], batch.entry[row] = request.end, next(self._entries)
         batch.set_sampling(row, request.params, request.key)
         batch.set_eos(row, request.limits.eos_ids)
         batch.special[row] = request.special

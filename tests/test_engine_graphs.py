@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import test_engine as plain
+import test_engine_soak as soak
 from graphs import Launched, stand_in
 
 import tkernels
 from model.engine import Answer, Engine
+from model.graph import Step
 from model.loop import Limits
 from model.sampler import SamplingParams
 from tkernels import device
@@ -62,3 +64,57 @@ def test_answers_are_the_same(mode: str, n: int) -> None:
         assert [len(a.token_ids) for a in found] == [len(a.token_ids) for a in expected]
         same = sum(a.token_ids == b.token_ids for a, b in zip(found, expected, strict=True))
         assert same > len(found) // 2
+
+
+def test_the_next_step_is_launched_before_tokens_are_read() -> None:
+    engine = plain.new_engine(64, ops=OPS, graphs=True, max_num_seqs=8)
+    graphs = engine.graphs
+    assert graphs is not None
+    read, ahead = graphs.read, []
+
+    def reading(step: Step) -> list[int]:
+        ahead.append(graphs.launched - step.number)
+        return read(step)
+
+    graphs.read = reading  # type: ignore[method-assign]
+    lengths = (20, 25, 30)
+    for i, length in enumerate(lengths):
+        engine.add(plain.ids(14 + i, seed=i), limits=Limits(length, plain.FOREVER))
+    answers = plain.run_all(engine)
+    assert [len(a.token_ids) for a in answers.values()] == list(lengths)
+    # All but the last; as ends by length are known in time, nothing was launched in vain.
+    assert ahead == [1] * (max(lengths) - 2) + [0]
+    assert graphs.launched == engine.counts.steps - 1  # that of the prompts is none
+    for i in range(3):
+        plain.assert_alone(answers[i, 0], plain.ids(14 + i, seed=i))
+
+
+def test_steps_that_come_otherwise_than_foreseen() -> None:
+    """Ends that nobody knew of, requests that come or are cancelled between two steps."""
+    engine = plain.new_engine(64, ops=OPS, graphs=True, max_num_seqs=8)
+    prompts = [plain.ids(14 + i, seed=i) for i in range(6)]
+    (whole,) = plain.new_engine(64).generate(prompts[:1], limits=Limits(30, plain.FOREVER))
+    eos = frozenset(whole.token_ids[7:8])
+    for i in (0, 1):
+        engine.add(prompts[i], limits=Limits(30, eos))
+    answers = {}
+    for i in range(40):
+        if i in (3, 9, 16):
+            engine.add(prompts[2 + i // 6], limits=Limits(30, eos))
+        if i == 12:
+            engine.cancel(1)
+        for answer in engine.step():
+            answers[answer.id] = answer
+    answers |= {number: answer for (number, _), answer in plain.run_all(engine).items()}
+    assert answers[0].finish_reason == "eos"
+    assert answers[1].finish_reason in ("cancelled", "eos")
+    for number, i in enumerate((0, 1, 2, 3, 4)):
+        plain.assert_alone(answers[number], prompts[i], eos=eos)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "mode"), [(100, "none"), (30, "int8_fp4")])
+def test_soak(count: int, mode: str) -> None:
+    engine = soak.run(count, mode, 2, OPS, graphs=True)
+    assert engine.graphs is not None
+    assert engine.graphs.launched > engine.counts.steps / 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from test_engine import (
     one_thread,
 )
 
+import tkernels
 from model.engine import Answer, Engine
 from model.kv_cache import BLOCK_SIZE, SequenceState
 from model.loop import Limits
@@ -132,12 +134,13 @@ def assert_alone(runner: Runner, tie: float, wish: Wish, answer: Answer) -> int:
     return int((gap > 0).sum())
 
 
-def run(count: int, mode: str, seed: int) -> Engine:
+def run(count: int, mode: str, seed: int, ops: Any = None, *, graphs: bool = False) -> Engine:
     rng = random.Random(seed)
     wanted = wishes(count, rng)
     pages = max(sum(w.pages for w in wanted) // 10, max(w.pages for w in wanted))
     engine = Engine(
-        new_runner(pages, mode),
+        new_runner(pages, mode, ops or tkernels.reference),
+        graphs=graphs,
         max_num_seqs=max(32, count // 5),  # more than the pages would do for
         max_num_batched_tokens=max(300, count // 2),
         reserve=0.1,
