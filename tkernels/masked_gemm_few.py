@@ -22,7 +22,15 @@ from tkernels.paged_attn_quantized_hopper import (
     _wait_for_earlier_kernels,
 )
 from tkernels.registry import Config, Problem
-from tkernels.w4a16_gemm_hopper import _columns_of_x, _commit, _load_async, _pieces, _wait
+from tkernels.w4a16_gemm_hopper import (
+    _columns_of_x,
+    _commit,
+    _load_async,
+    _of_row,
+    _pieces,
+    _row_to_shared,
+    _wait,
+)
 
 if TYPE_CHECKING:
     from tkernels import _triton as ampere
@@ -71,6 +79,7 @@ def _masked_gemm_few_kernel(
     stride_w, stride_xq,  # in units of 16 bytes
     stride_o, n_cols, n_inner, n_rows, n_m,
     steps,  # of K columns, that a warp takes
+    S: gl.constexpr,  # as many or more, where there is one row; else 0
     HAS_BIAS: gl.constexpr, EVEN_K: gl.constexpr, EVEN_N: gl.constexpr, PDL: gl.constexpr,
     R: gl.constexpr, N: gl.constexpr, K: gl.constexpr, SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr, W: gl.constexpr,
@@ -126,20 +135,27 @@ def _masked_gemm_few_kernel(
     x_tile = xq_ptr + (r * stride_xq * 16)[None, :, None]
     x_tile = x_tile + x_first[:, None, None] + c[None, None, :]
 
+    if S > 0:
+        x_s = _row_to_shared(xq_ptr, split * (W * steps * K), steps, n_inner, S, W, K, EVEN_K)
+
     acc = gl.full([W, N, R], 0, gl.int32, sums)
     for i in range(steps):
         if i + STAGES - 1 < steps:
             _fetch(w_s, w_tile, i + STAGES - 1, first, ok, n_inner, STAGES, K, EVEN_K, EVEN_N,
                    lines)
         _commit()
-        x_next = _columns_of_x(x_tile, i * K, x_first, n_inner, EVEN_K, CHUNK, units)
+        if S == 0:
+            x_next = _columns_of_x(x_tile, i * K, x_first, n_inner, EVEN_K, CHUNK, units)
         _wait(STAGES - 1)
         weights = gl.convert_layout(
             _by_fours(w_s.index(i % STAGES).load(units)), left, assert_trivial=True)
         weights = _pieces(weights, K // CHUNK)
         for j in gl.static_range(K // CHUNK):
-            x = x_next
-            if (j + 1) * CHUNK < K:
+            if S > 0:
+                x = _of_row(x_s, i, j * CHUNK, CHUNK, R, units)
+            else:
+                x = x_next
+            if S == 0 and (j + 1) * CHUNK < K:
                 x_next = _columns_of_x(
                     x_tile, i * K + (j + 1) * CHUNK, x_first, n_inner, EVEN_K, CHUNK, units)
             x = gl.convert_layout(
@@ -210,7 +226,7 @@ def default_config(problem: Problem, dev: Device) -> Config:
     }
 
 
-def why_illegal(config: Config, dev: Device) -> str | None:
+def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     """Reason why a config of this body cannot be launched; None: it can."""
     if wrong := [f"{name} {value}" for name, value in FIXED.items() if config[name] != value]:
         return f"variant few has {', '.join(wrong)}"
@@ -224,7 +240,8 @@ def why_illegal(config: Config, dev: Device) -> str | None:
         return f"num_warps must be 1 to 16 and num_stages 2 or more, got {warps} and {stages}"
     if not 1 <= config["SPLIT_K"] <= 64:
         return f"SPLIT_K must be 1 to 64, got {config['SPLIT_K']}"
-    if (used := max(stages * n * k, 4 * n * r) * warps + 1024) > dev.local_mem_bytes:
+    used = max(stages * n * k, 4 * n * r) * warps + 1024 + w4.bytes_of_row(config, problem, 1)
+    if used > dev.local_mem_bytes:
         return f"the tiles take {used} bytes of shared memory, more than {dev.local_mem_bytes}"
     if (taken := (r * n + n * k // 4) // 32) > 128:
         return f"the sums and a step's weights take {taken} of 255 registers a thread"

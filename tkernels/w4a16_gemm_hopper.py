@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from tkernels import device
 from tkernels import flash_attn_hopper as flash
 from tkernels.device import Device, cdiv, next_power_of_2
+from tkernels.masked_gemm_hopper import _as
 from tkernels.paged_attn_quantized_hopper import (
     _let_next_kernel_start,
     _wait_for_earlier_kernels,
@@ -213,12 +214,45 @@ def _columns_of_x(
     return x
 
 
+@gluon.jit
+def _row_to_shared(
+    x_ptr, first, steps, n_inner, S: gl.constexpr, W: gl.constexpr, K: gl.constexpr,
+    EVEN_K: gl.constexpr,
+):
+    """[S, W, 1, K] in shared memory: the columns of a row that each warp takes in each step.
+
+    All are asked for at once: piece after piece, each would wait for the one before. ``first``: the
+    first column of the first warp. S: ``steps`` or more, a power of two.
+    """
+    DTYPE: gl.constexpr = x_ptr.dtype.element_ty
+    V: gl.constexpr = 128 // DTYPE.primitive_bitwidth  # that make 16 bytes
+    lanes: gl.constexpr = gl.BlockedLayout([1, 1, V], [1, 1, 32], [W, 1, 1], [2, 1, 0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    q = gl.arange(0, S * W, gl.SliceLayout(1, gl.SliceLayout(2, lanes)))[:, None, None]
+    k = gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, lanes)))[None, None, :]
+    at = first + (q % W * steps + q // W) * K + k
+    there = (q // W < steps) & (k < K)
+    if not EVEN_K:
+        there = there & (at // V * V < n_inner)
+    x_s = gl.allocate_shared_memory(DTYPE, [S, W, 1, K], plain)
+    _as(x_s, DTYPE, [S * W, 1, K], plain).store(gl.load(x_ptr + at, mask=there, other=0))
+    return x_s
+
+
+@gluon.jit
+def _of_row(x_s, step, at: gl.constexpr, C: gl.constexpr, R: gl.constexpr, layout: gl.constexpr):
+    """[W, R, C]: columns from ``at`` on of a step's, the same in each row."""
+    x = x_s.index(step).slice(at, C, 2).load(layout)
+    return x.broadcast_to([x.shape[0], R, C])
+
+
 @gluon.jit(do_not_specialize=["n_rows", "n_m", "steps"])
 def _w4a16_gemm_hopper_kernel(
     x_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, out_ptr, part_ptr,
     stride_x, stride_w,  # in units of 16 bytes
     stride_s, stride_z, stride_o, n_cols, n_inner, n_rows, n_m,
     steps,  # of K columns, that a warp takes
+    S: gl.constexpr,  # as many or more, where there is one row; else 0
     GROUP: gl.constexpr,  # columns with one scale; 0: a row has one
     HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN_K: gl.constexpr, EVEN_N: gl.constexpr,
     PDL: gl.constexpr, R: gl.constexpr, N: gl.constexpr, K: gl.constexpr, SPLIT_K: gl.constexpr,
@@ -296,6 +330,9 @@ def _w4a16_gemm_hopper_kernel(
     x_tile = x_ptr + (r * stride_x * 8)[None, :, None]
     x_tile = x_tile + x_first[:, None, None] + c[None, None, :]
 
+    if S > 0:
+        x_s = _row_to_shared(x_ptr, split * (W * steps * K), steps, n_inner, S, W, K, EVEN_K)
+
     nothing = gl.full([W, N, R], 0.0, gl.float32, sums)
     acc = nothing
     for i in range(steps):
@@ -303,7 +340,8 @@ def _w4a16_gemm_hopper_kernel(
             _fetch(w_s, w_tile, i + STAGES - 1, first, ok, n_inner, STAGES, K, EVEN_K, EVEN_N,
                    lines)
         _commit()
-        x_next = _columns_of_x(x_tile, i * K, x_first, n_inner, EVEN_K, CHUNK, eights)
+        if S == 0:
+            x_next = _columns_of_x(x_tile, i * K, x_first, n_inner, EVEN_K, CHUNK, eights)
         _wait(STAGES - 1)
         halves = _pieces(w_s.index(i % STAGES).load(left), K // CHUNK)
         scale = _per_group(scales, GROUPS, gl.SliceLayout(2, sums))
@@ -321,8 +359,11 @@ def _w4a16_gemm_hopper_kernel(
             if HAS_ZERO:
                 less = (-ONE - zero[p].to(gl.float32)).to(DTYPE)
             for j in gl.static_range(A_GROUP):
-                x = x_next
-                if (p * A_GROUP + j + 1) * CHUNK < K:
+                if S > 0:
+                    x = _of_row(x_s, i, (p * A_GROUP + j) * CHUNK, CHUNK, R, eights)
+                else:
+                    x = x_next
+                if S == 0 and (p * A_GROUP + j + 1) * CHUNK < K:
                     x_next = _columns_of_x(
                         x_tile, i * K + (p * A_GROUP + j + 1) * CHUNK, x_first, n_inner, EVEN_K,
                         CHUNK, eights)
@@ -427,7 +468,7 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     )
     if warps not in (1, 2, 4, 8, 16) or stages < 2:
         return f"num_warps must be 1 to 16 and num_stages 2 or more, got {warps} and {stages}"
-    used = max(stages * n * k // 2, 4 * n * r) * warps + 1024
+    used = max(stages * n * k // 2, 4 * n * r) * warps + 1024 + bytes_of_row(config, problem, 2)
     if used > dev.local_mem_bytes:
         return f"the tiles take {used} bytes of shared memory, more than {dev.local_mem_bytes}"
     if n * r > 1024:
@@ -435,6 +476,18 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if (left := most_registers(warps, per_core)) < 48 + n * r // 16:
         return f"{per_core} programs of {warps} warps leave {left} registers a thread, too few"
     return None
+
+
+def steps_in_shared(rows: int, steps: int, block_k: int) -> int:
+    """``S`` of the bodies for few rows: a single one is held there, if registers can bring it."""
+    return next_power_of_2(steps) if rows == 1 and steps * block_k <= 4096 else 0
+
+
+def bytes_of_row(config: Config, problem: Problem, size: int) -> int:
+    """Of shared memory that it takes, with ``size`` bytes a column."""
+    block_k, warps = config["BLOCK_K"], config["num_warps"]
+    steps = cdiv(cdiv(problem["k"], block_k), warps * config["SPLIT_K"])
+    return steps_in_shared(problem["m"], steps, block_k) * block_k * warps * size
 
 
 def most_registers(warps: int, per_core: int) -> int:

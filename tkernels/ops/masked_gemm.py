@@ -690,6 +690,7 @@ def _bind_few(
         config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "num_warps")
     )
     n_m = cdiv(m, block_m)
+    steps = cdiv(cdiv(k, block_k), warps * splits)
     multiply = bind(
         masked_gemm_few._masked_gemm_few_kernel,
         (n_m * cdiv(n, block_n) * splits,),
@@ -700,6 +701,7 @@ def _bind_few(
         R=block_m,
         N=block_n,
         K=block_k,
+        S=w4a16_gemm_hopper.steps_in_shared(m, steps, block_k),
         SPLIT_K=splits,
         STAGES=config["num_stages"],
         W=warps,
@@ -708,7 +710,6 @@ def _bind_few(
         **device.rounding_each_step(),
         **({"launch_pdl": True} if config["PDL"] else {}),
     )
-    steps = cdiv(cdiv(k, block_k), warps * splits)
     numbers = (strides[0] // 16, strides[1] // 16, strides[4], n, k, m, n_m, steps)
     add, add_numbers = _bind_adding(sizes, facts, strides[4], 0, config, max_programs)
 
@@ -965,7 +966,7 @@ def _shared_bytes(config: Config, problem: Problem) -> int:
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if config["variant"] == "few":
         unfit = masked_gemm_few.why_unfit(problem, dev)
-        return unfit or masked_gemm_few.why_illegal(config, dev)
+        return unfit or masked_gemm_few.why_illegal(config, problem, dev)
     for name, least in (("BLOCK_M", 16), ("BLOCK_N", 16), ("BLOCK_K", 32)):
         if config[name] < least or config[name] & (config[name] - 1):
             return f"{name} must be a power of two from {least} on, got {config[name]}"

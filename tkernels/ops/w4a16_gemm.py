@@ -689,6 +689,7 @@ def _bind_hopper(
         config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "num_warps")
     )
     n_m = cdiv(m, block_m)
+    steps = cdiv(cdiv(k, block_k), warps * splits)
     multiply = bind(
         w4a16_gemm_hopper._w4a16_gemm_hopper_kernel,
         (n_m * cdiv(n, block_n) * splits,),
@@ -699,6 +700,7 @@ def _bind_hopper(
         R=block_m,
         N=block_n,
         K=block_k,
+        S=w4a16_gemm_hopper.steps_in_shared(m, steps, block_k),
         SPLIT_K=splits,
         STAGES=config["num_stages"],
         W=warps,
@@ -706,7 +708,6 @@ def _bind_hopper(
         **w4a16_gemm_hopper.register_options(warps, max_programs),
         **({"launch_pdl": True} if config["PDL"] else {}),
     )
-    steps = cdiv(cdiv(k, block_k), warps * splits)
     numbers = (strides[0] // 8, strides[1] // 4, *strides[2:], n, k, m, n_m, steps)
     add, add_numbers = _bind_adding(m, n, facts["HAS_BIAS"], strides[-1], config, max_programs)
 
