@@ -24,10 +24,11 @@ from tkernels.check import (
 from tkernels.config import resolve
 from tkernels.device import Device, Kernel, bind, cdiv, tl, triton
 from tkernels.ops.paged_attn import _has_pdl
-from tkernels.ops.quantize_per_token import _codes, _scales
 from tkernels.registry import Case, Config, KernelSpec, Problem
 
 FIELDS = ("n_rows", "n_cols", "dtype", "keep")
+# Absolute maxima below this count as 0: 127 / absmax would leave fp32.
+_SMALLEST = tl.constexpr(2.0**-100)
 
 
 # ---- in kernels ------------------------------------------------------------------------------
@@ -53,6 +54,32 @@ def as_stored(values, dtype: tl.constexpr, ASM: tl.constexpr):
     else:
         rounded = values.to(dtype)
     return rounded
+
+
+@triton.jit
+def _scales(absmax, spoilt):
+    """(scale, its inverse) of rows; ``spoilt`` is NaN where a value is NaN or infinite, else 0."""
+    absmax = tl.where(absmax < _SMALLEST, 0.0, absmax)
+    scale = tl.div_rn(absmax, 127.0) + spoilt
+    some = (absmax > 0) & (spoilt == 0)
+    return scale, tl.where(some, tl.div_rn(127.0, tl.where(some, absmax, 1.0)), 0.0)
+
+
+@triton.jit
+def _codes(
+    x, inverse, FOLD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """int8 codes, half to even: adding 1.5 * 2^23 rounds."""
+    steps = x * inverse[:, None]
+    steps = tl.where(steps == steps, steps, 0.0)  # of a spoilt row
+    steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
+    rounded = (steps + 12582912.0) - 12582912.0
+    if FOLD > 0:  # Ascend turns the tile for this, and pads what were its rows to 32 bytes
+        folded = tl.reshape(rounded, (BLOCK_ROWS * BLOCK_N // FOLD, FOLD))
+        codes = tl.reshape(folded.to(tl.int8), (BLOCK_ROWS, BLOCK_N))
+    else:
+        codes = rounded.to(tl.int8)
+    return codes
 
 
 @triton.jit

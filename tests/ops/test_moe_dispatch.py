@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tkernels
+from tests.compiled_for import lines_of
 from tkernels import device
 from tkernels.ops.moe_dispatch import SPEC, dispatch_problem
 from tkernels.testing import guarded, poisoned_memory
@@ -100,6 +101,17 @@ def test_both_ways_are_the_same(tokens: int, dev: torch.device) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, blocks, strict=True))
 
 
+@pytest.mark.parametrize("block_n", [4, 64])
+def test_more_blocks_and_experts_than_a_tile_of_counts_has(block_n: int, dev: torch.device) -> None:
+    ids = (torch.arange(34 * block_n, device=dev, dtype=torch.int32) * 7 % 71).view(-1, 2)
+    config = configured(len(ids), 70, 2, block_n) | {"BLOCK_Q": 64}
+    if "num_warps" in config:
+        config |= {"num_warps": 1 if block_n < 64 else 4}
+    got = tkernels.moe_dispatch(ids, num_experts=70, config=config)
+    expected = tkernels.reference.moe_dispatch(ids, num_experts=70)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 def test_a_default_in_blocks(dev: torch.device) -> None:
     problem = dispatch_problem(1030, 6, 4)
     assert SPEC.default_config(problem, device.current())["BLOCK_N"]
@@ -172,3 +184,31 @@ def test_rows_are_those_that_combine_takes(dev: torch.device) -> None:
     ids = torch.randint(0, 6, (9, 3), device=dev).int()
     _, rows, positions = tkernels.moe_dispatch(ids, num_experts=6)
     assert torch.equal(tkernels.moe_combine(x[rows.long() // 3], positions), x + x + x)
+
+
+CHILD = r"""
+import re
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tkernels import offline
+from tkernels.ops.moe_dispatch import SPEC, dispatch_problem
+
+with FakeTensorMode(), offline.record_launches() as launches:
+    SPEC.launch(**SPEC.make_inputs(dispatch_problem(4096, 128, 8), torch.device("cpu")))
+for launch in launches:
+    ptx = offline.compiled_cuda(launch, 90).asm["ptx"]
+    print(*re.findall(r"griddepcontrol\.\w+|(?:ld|st)\.global[.\w:]*|\$L__BB\w+:", ptx))
+"""
+
+
+def test_many_are_compared_while_they_are_counted() -> None:
+    """Compiled for sm_90: ids are read once, each by a thread, and before the counts are there."""
+    count, place = (line.split() for line in lines_of(CHILD)[-2:])
+    wait, start, load = "griddepcontrol.wait", "griddepcontrol.launch_dependents", "ld.global.b32"
+    assert [what for what in count if "BB" not in what] == [wait, start, load, "st.global.b16"]
+    at = place.index(wait)
+    label, *around = place[at - 2 : at + 2]
+    assert label.startswith("$L__BB")  # of the loop: nothing else is read or written before
+    assert around == [load, wait, start]
+    counts = [what for what in place[at:] if what.startswith("ld")]
+    assert counts == ["ld.global.v4.b32"] * 8  # of 8 blocks and 8 experts

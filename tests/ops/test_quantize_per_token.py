@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
 
 import tkernels
+from tests.compiled_for import lines_of
 from tkernels import device
 from tkernels.ops.quantize_per_token import SPEC, quantize_problem
 from tkernels.registry import Config
@@ -92,3 +94,26 @@ def test_refuses_what_does_not_fit(dev: torch.device) -> None:
         tkernels.quantize_per_token(x[None])
     with pytest.raises(ValueError, match=r"scale_out must have shape \[n_rows=3\], got float32"):
         tkernels.quantize_per_token(x, scale_out=torch.empty(4, device=dev))
+
+
+CHILD = r"""
+import json
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tkernels import offline
+from tkernels.ops.quantize_per_token import SPEC, quantize_problem
+
+with FakeTensorMode(), offline.record_launches() as launches:
+    problem = quantize_problem(32768, 768, torch.bfloat16)
+    SPEC.launch(**SPEC.make_inputs(problem, torch.device("cpu")))
+ptx = offline.compiled_cuda(launches[0], 90).asm["ptx"]
+spills = offline.compile_cuda(launches[0], 90).spill_bytes
+names = ("ld.global.v4.b32", "ld.global", "cvt.rzi")
+print(json.dumps([spills, *(ptx.count(name) for name in names)]))
+"""
+
+
+def test_many_narrow_rows_cost_no_conversions() -> None:
+    """Compiled for sm_90: reads of 16 bytes, and the low byte of a sum for each code."""
+    spills, wide, loads, conversions = json.loads(lines_of(CHILD)[-1])
+    assert (spills, wide, conversions) == (0, loads, 0)

@@ -15,9 +15,10 @@ expert's rows begin at the number of keys below expert * n. Everything is counte
 atomics, no sort, no value read by the host, and the same result in any order of programs.
 
 - One launch: each program compares its part of the assignments, and of the experts, with all keys.
-- Two launches, for many assignments, in blocks: first ``below[b, e]``, how many of block b belong
-  to experts below e. A row of expert e in block b then lies behind below[b', e + 1] rows of each
-  earlier block b', below[b', e] of each later one, and the keys below its own in its block.
+- Two launches, for many assignments, in blocks: first ``counts[b, e]``, how many of block b belong
+  to expert e. A row of expert e in block b then lies behind counts[b', e'] rows of each other block
+  b' and lower expert e', counts[b', e] of each earlier block, and the keys below its own in its
+  block. These each program finds while the counts are still being made.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from tkernels.check import (
 from tkernels.config import planned, resolve, why_no_launch
 from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
 from tkernels.ops.paged_attn import _has_pdl, _let_next_kernel_start, _wait_for_earlier_kernels
+from tkernels.ops.paged_attn_quantized import _running_sum
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
 
 _OP = "moe_dispatch"
@@ -171,87 +173,85 @@ def _moe_dispatch_kernel(
 
 
 @triton.jit(do_not_specialize=["n", "n_tiles"])
-def _count_below_kernel(
-    ids_ptr, map_ptr, below_ptr, stride_ids, n, n_tiles,
+def _count_kernel(
+    ids_ptr, map_ptr, counts_ptr, stride_ids, n, n_tiles,
     TOP_K: tl.constexpr, FLAT: tl.constexpr, HAS_MAP: tl.constexpr, N_EXPERTS: tl.constexpr,
     N_LOCAL: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_J: tl.constexpr,
 ):
-    """below[block, e] for e of 0..N_LOCAL + 1; the last is all that there are."""
+    """counts[block, e] for e of 0..N_LOCAL - 1."""
     if PDL:
         _wait_for_earlier_kernels()
         _let_next_kernel_start()
-    width: tl.constexpr = N_LOCAL + 2
-    parts: tl.constexpr = (width + BLOCK_Q - 1) // BLOCK_Q
+    parts: tl.constexpr = (N_LOCAL + BLOCK_Q - 1) // BLOCK_Q
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         block = tile // parts
-        expert = tile % parts * BLOCK_Q + tl.arange(0, BLOCK_Q)
         first = block * BLOCK_N
-        end = tl.minimum(n - first, BLOCK_N) + first
-        count = _keys_below(
-            expert * BLOCK_N, first, end, BLOCK_N, ids_ptr, map_ptr, stride_ids, TOP_K, FLAT,
-            HAS_MAP, N_EXPERTS, N_LOCAL, BLOCK_Q, BLOCK_J)
-        below = below_ptr + tl.cast(block, tl.int64) * width + expert
-        tl.store(below, tl.sum(count, 1), mask=expert < width)
+        lane = tl.arange(0, BLOCK_N)
+        mine = _local_experts(
+            first + lane, lane < n - first, ids_ptr, map_ptr, stride_ids, TOP_K, FLAT, HAS_MAP,
+            N_EXPERTS, N_LOCAL)
+        expert = tile % parts * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        count = tl.sum((mine[:, None] == expert[None, :]).to(tl.int32), 0)
+        tl.store(
+            counts_ptr + tl.cast(block, tl.int64) * N_LOCAL + expert, count, mask=expert < N_LOCAL)
 
 
 @triton.jit
-def _add_blocks(
-    count, first, end, below_ptr, expert, WIDTH: tl.constexpr, LAST: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
-    """``count`` [BLOCK_B, BLOCK_J] and, to be summed over rows, below[first to end - 1, expert]."""
-    lane = tl.arange(0, BLOCK_B)[:, None]
-    for start in range(first, end, BLOCK_B):
-        rows = below_ptr + (start + lane).to(tl.int64) * WIDTH
-        count += tl.load(rows + expert, mask=(lane < end - start) & (expert < LAST), other=0)
-    return count
+def _look_up(values, place, GATHER: tl.constexpr, SIZE: tl.constexpr):
+    """values[place], 0 where there is no such place; by comparing where GATHER is not to be had."""
+    if GATHER:
+        there = (place >= 0) & (place < SIZE)
+        return tl.where(there, tl.gather(values, tl.where(there, place, 0), 0), 0)
+    return tl.sum(tl.where(tl.arange(0, SIZE)[:, None] == place[None, :], values[:, None], 0), 0)
 
 
 @triton.jit(do_not_specialize=["n", "n_blocks"])
 def _place_kernel(
-    ids_ptr, map_ptr, below_ptr, offsets_ptr, sorted_ptr, positions_ptr, stride_ids, stride_pos, n,
+    ids_ptr, map_ptr, counts_ptr, offsets_ptr, sorted_ptr, positions_ptr, stride_ids, stride_pos, n,
     n_blocks,
     TOP_K: tl.constexpr, FLAT: tl.constexpr, FLAT_POS: tl.constexpr, HAS_MAP: tl.constexpr,
-    N_EXPERTS: tl.constexpr, N_LOCAL: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_J: tl.constexpr,
+    N_EXPERTS: tl.constexpr, N_LOCAL: tl.constexpr, SCAN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):
-    """Rows of one block after the other; as if they were one more, the offsets."""
-    if PDL:
-        _wait_for_earlier_kernels()
-        _let_next_kernel_start()
-    width: tl.constexpr = N_LOCAL + 2
-    lane_e = tl.arange(0, BLOCK_J)
-    zeros = tl.zeros([BLOCK_B, BLOCK_J], tl.int32)
+    """Rows of one block after the other; as if they were those of one more, the offsets."""
     for block in range(tl.program_id(0), n_blocks + 1, tl.num_programs(0)):
+        first = block * BLOCK_N
+        lane = tl.arange(0, BLOCK_N)
+        ok = lane < n - first
+        mine = _local_experts(
+            first + lane, ok, ids_ptr, map_ptr, stride_ids, TOP_K, FLAT, HAS_MAP, N_EXPERTS,
+            N_LOCAL)
+        key = mine * BLOCK_N + lane
+        place = tl.sum((key[:, None] < key[None, :]).to(tl.int32), 0)
+        if PDL:  # The kernel that counts has waited for earlier ones: ids were there before it was.
+            _wait_for_earlier_kernels()
+            _let_next_kernel_start()
+        local = tl.where(mine < N_LOCAL, mine, -1)
+        n_before = 0
+        n_here = 0
+        for e in range(0, N_LOCAL, BLOCK_Q):
+            expert = e + tl.arange(0, BLOCK_Q)
+            before = tl.zeros([BLOCK_Q], tl.int32)
+            others = tl.zeros([BLOCK_Q], tl.int32)
+            for start in range(0, n_blocks, BLOCK_B):
+                row = start + tl.arange(0, BLOCK_B)[:, None]
+                count = tl.load(
+                    counts_ptr + row.to(tl.int64) * N_LOCAL + expert[None, :],
+                    mask=(row < n_blocks) & (expert < N_LOCAL)[None, :], other=0).to(tl.int32)
+                before += tl.sum(count * (row < block).to(tl.int32), 0)
+                others += tl.sum(count * (row != block).to(tl.int32), 0)
+            upto = n_here + _running_sum(others, SCAN)
+            if block == n_blocks:
+                tl.store(offsets_ptr + expert, upto - others, mask=expert < N_LOCAL)
+            place += _look_up(upto - others + before, local - e, SCAN, BLOCK_Q)
+            n_before += tl.sum(before, 0)
+            n_here += tl.sum(others, 0)
         if block == n_blocks:
-            for e in range(0, N_LOCAL + 1, BLOCK_J):
-                expert = e + lane_e
-                total = _add_blocks(
-                    zeros, 0, n_blocks, below_ptr, expert[None, :], width, N_LOCAL + 1, BLOCK_B)
-                tl.store(offsets_ptr + expert, tl.sum(total, 0), mask=expert <= N_LOCAL)
-        else:
-            first = block * BLOCK_N
-            count = tl.minimum(n - first, BLOCK_N)
-            lane = tl.arange(0, BLOCK_N)
-            ok = lane < count
-            mine = _local_experts(
-                first + lane, ok, ids_ptr, map_ptr, stride_ids, TOP_K, FLAT, HAS_MAP, N_EXPERTS,
-                N_LOCAL)
-            below = _keys_below(
-                mine * BLOCK_N + lane, first, first + count, BLOCK_N, ids_ptr, map_ptr, stride_ids,
-                TOP_K, FLAT, HAS_MAP, N_EXPERTS, N_LOCAL, BLOCK_N, BLOCK_J)
-            for e in range(0, N_LOCAL + 1, BLOCK_J):
-                expert = e + lane_e
-                before = _add_blocks(
-                    zeros, 0, block, below_ptr, expert[None, :] + 1, width, width, BLOCK_B)
-                before = _add_blocks(
-                    before, block + 1, n_blocks, below_ptr, expert[None, :], width, width, BLOCK_B)
-                is_mine = mine[:, None] == expert[None, :]
-                below += tl.where(is_mine, tl.sum(before, 0)[None, :], 0)
-            _put_rows(
-                first + lane, ok, mine, tl.sum(below, 1), sorted_ptr, positions_ptr, stride_pos,
-                TOP_K, FLAT_POS, N_LOCAL)
+            tl.store(offsets_ptr + N_LOCAL, n_here)
+        place += tl.where(mine < N_LOCAL, 0, n_here + first - n_before)
+        _put_rows(
+            first + lane, ok, mine, place, sorted_ptr, positions_ptr, stride_pos, TOP_K, FLAT_POS,
+            N_LOCAL)
 
 
 # fmt: on
@@ -430,32 +430,34 @@ def _bind_blocks(
     max_programs: int,
 ) -> _Run:
     """Two launches, with a workspace between them."""
-    block_q = config["BLOCK_Q"]
-    width = constants["N_LOCAL"] + 2
+    n_local, block_q = constants["N_LOCAL"], config["BLOCK_Q"]
     n_blocks = cdiv(n, config["BLOCK_N"])
-    n_tiles = n_blocks * cdiv(width, block_q)
-    if n_tiles >= 2**31 or n_blocks * width >= 2**40:
+    n_tiles = n_blocks * cdiv(n_local, block_q)
+    if n_tiles >= 2**31 or n_blocks * n_local >= 2**40:
         raise ValueError(
             f"{_OP}: config must make at most 2^31 tiles of {n} assignments, got {config}"
         )
-    # A load's way is long: on a GPU the counts of all earlier blocks are asked for together.
-    at_once = 2048 if device.current().is_npu else 1024 * config["num_warps"]
-    count = bind(_count_below_kernel, (min(n_tiles, max_programs),), **constants, **config)
-    config = {name: value for name, value in config.items() if name != "BLOCK_Q"}
+    on_gpu = not device.current().is_npu
+    # A load's way is long: on a GPU the counts of all blocks are asked for together; and every
+    # program reads them all, so they are small.
+    at_once, dtype = (2048 * config["num_warps"], torch.int16) if on_gpu else (4096, torch.int32)
+    config = {name: value for name, value in config.items() if name != "BLOCK_J"}
+    count = bind(_count_kernel, (min(n_tiles, max_programs),), **constants, **config)
     place = bind(
         _place_kernel,
         (min(n_blocks + 1, max_programs),),
         FLAT_POS=flat_pos,
-        BLOCK_B=max(2, min(next_power_of_2(n_blocks), at_once // config["BLOCK_J"])),
+        SCAN=on_gpu,
+        BLOCK_B=max(2, min(next_power_of_2(n_blocks), at_once // block_q)),
         **constants,
         **config,
     )
 
     def run(ids: Any, table: Any, *outs: Any) -> None:
-        below = torch.empty(n_blocks * width, dtype=torch.int32, device=ids.device)
+        counts = torch.empty(n_blocks * n_local, dtype=dtype, device=ids.device)
         table = ids if table is None else table
-        count(ids, table, below, strides[0], n, n_tiles)
-        place(ids, table, below, *outs, *strides, n, n_blocks)
+        count(ids, table, counts, strides[0], n, n_tiles)
+        place(ids, table, counts, *outs, *strides, n, n_blocks)
 
     return run
 
@@ -518,24 +520,18 @@ def _tuning_key(problem: Problem) -> dict[str, Any]:
 
 def _space(dev: Device) -> dict[str, list[Any]]:
     space: dict[str, list[Any]] = {
-        "BLOCK_Q": [4, 8, 16, 32, 64],  # assignments, or experts, of a program
-        "BLOCK_J": [
-            16,
-            32,
-            64,
-            128,
-            256,
-            512,
-            1024,
-        ],  # assignments that they are compared with at once
-        "BLOCK_N": [0, 64, 128, 256, 512, 1024],  # assignments of a block; 0: one launch
+        # Assignments of a program; in blocks, experts whose counts it makes or adds up at once.
+        "BLOCK_Q": [4, 8, 16, 32, 64, 128],
+        # One launch: assignments that they are compared with at once.
+        "BLOCK_J": [16, 32, 64, 128, 256, 512, 1024],
+        "BLOCK_N": [0, 32, 64, 128, 256, 512],  # assignments of a block; 0: one launch
         "programs_per_core": [0, 1, 2, 4],
     }
     if dev.is_npu:
         return {**space, "programs_per_core": [1]}
     return {
         **space,
-        "num_warps": [1, 2, 4, 8],
+        "num_warps": [1, 2, 4, 8, 16],
         "PDL": [False, True] if _has_pdl(dev) else [False],
     }
 
@@ -549,7 +545,7 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     # NPU, which compares slower, 2048.
     block_n = 0
     if n > (2048 if dev.is_npu else 4096) or (problem["n_local"] + 2) * (n + 1) >= 2**31:
-        block_n = 256 if n <= 2**15 else 512
+        block_n = 256 if n <= 2**16 else 512
     block_j = min(1024, max(16, next_power_of_2(n)))
     if dev.is_npu:
         if block_n:
@@ -558,7 +554,9 @@ def _default_config(problem: Problem, dev: Device) -> Config:
             chosen = {"BLOCK_Q": 4 if n <= 64 else 8, "BLOCK_J": min(block_j, 256), "BLOCK_N": 0}
         return {**chosen, "programs_per_core": 1}
     if block_n:
-        chosen = {"BLOCK_Q": 32, "BLOCK_J": 64, "num_warps": 8}
+        # A thread for each assignment: so keys go to others through shared memory, read once.
+        block_q = min(128, max(16, next_power_of_2(problem["n_local"])))
+        chosen = {"BLOCK_Q": block_q, "BLOCK_J": 64, "num_warps": block_n // 32}
     else:
         # Few queries a program, so that all cores have some; keys enough for all loads at once.
         block_j = min(block_j, 256)
@@ -579,14 +577,18 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return f"keys of {block_n or n} assignments do not fit 32 bits"
     if not block_n and n > _MOST_AT_ONCE:
         return f"one launch compares all of {n} assignments; more than {_MOST_AT_ONCE} need blocks"
-    compared = max(config["BLOCK_Q"], block_n) * config["BLOCK_J"]
+    block_q = config["BLOCK_Q"]
+    compared = block_n * max(block_n, block_q) if block_n else block_q * config["BLOCK_J"]
     if dev.is_npu:
+        if block_n:  # there experts are looked up, and their counts added up, by comparing, too
+            compared = max(compared, block_q * block_q)
         most = 4096  # of int32, of which UB must hold several
         return f"{compared} comparisons at a time are more than {most}" if compared > most else None
     if config["PDL"] and not _has_pdl(dev):
         return f"PDL needs sm90 or later, got {dev.arch}"
-    if compared > 128 * 32 * config["num_warps"]:
-        return f"{config['num_warps']} warps hold at most 128 each thread, got {compared}"
+    most = 512 if block_n else 128  # in blocks a comparison is added up at once
+    if compared > most * 32 * config["num_warps"]:
+        return f"{config['num_warps']} warps make at most {most} each thread, got {compared}"
     return None
 
 

@@ -27,11 +27,10 @@ from tkernels.check import (
 from tkernels.config import planned, resolve
 from tkernels.device import Device, bind, cdiv, tl, triton
 from tkernels.ops.paged_attn import _has_pdl, _let_next_kernel_start, _wait_for_earlier_kernels
+from tkernels.quantized_rows import collect, scales_of, scales_of_collected, store_codes
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
 
 _OP = "quantize_per_token"
-# Absolute maxima below this count as 0: 127 / absmax would leave fp32.
-_SMALLEST = tl.constexpr(2.0**-100)
 
 
 def quantize_per_token_ref(
@@ -70,6 +69,7 @@ def _quantize_per_token_kernel(
     N_COLS: tl.constexpr,
     ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
     PDL: tl.constexpr,
+    THREADS: tl.constexpr,  # the chip has some
     FOLD: tl.constexpr,  # numbers of a row that become int8 at once; 0: all
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -81,12 +81,12 @@ def _quantize_per_token_kernel(
     if ONE_TILE:
         _quantize_tile(
             tl.program_id(0), x_ptr, out_ptr, scale_ptr, stride_x, stride_o, n_rows,
-            N_COLS, FOLD, BLOCK_ROWS, BLOCK_N)
+            N_COLS, THREADS, FOLD, BLOCK_ROWS, BLOCK_N)
     else:
         for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
             _quantize_tile(
                 tile, x_ptr, out_ptr, scale_ptr, stride_x, stride_o, n_rows,
-                N_COLS, FOLD, BLOCK_ROWS, BLOCK_N)
+                N_COLS, THREADS, FOLD, BLOCK_ROWS, BLOCK_N)
     # fmt: on
 
 
@@ -100,6 +100,7 @@ def _quantize_tile(
     stride_o,
     n_rows,
     N_COLS: tl.constexpr,
+    THREADS: tl.constexpr,
     FOLD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -109,53 +110,28 @@ def _quantize_tile(
     row64 = row.to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK_N)[None, :]
     xs = x_ptr + row64 * stride_x + column
-    outs = out_ptr + row64 * stride_o + column
+    out_rows = out_ptr + row64 * stride_o  # [BLOCK_ROWS, 1]
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     if N_COLS <= BLOCK_N:
         ok = row_ok[:, None] & (column < N_COLS)
         x = tl.load(xs, mask=ok, other=0.0).to(tl.float32)
-        # Maxima pass NaN by; sums do not.
-        scale, inverse = _scales(tl.max(tl.abs(x), 1), tl.sum(x * 0.0, 1))
-        tl.store(outs, _codes(x, inverse, FOLD, BLOCK_ROWS, BLOCK_N), mask=ok)
+        scale, inverse = scales_of(x, THREADS)
+        store_codes(out_rows, column, x, inverse, ok, dtype, THREADS, FOLD, BLOCK_ROWS, BLOCK_N)
     else:
         top = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
         spoilt = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
         for start in range(0, N_COLS, BLOCK_N):
             ok = row_ok[:, None] & (column < N_COLS - start)
             x = tl.load(xs + start, mask=ok, other=0.0).to(tl.float32)
-            top = tl.maximum(top, tl.abs(x))
-            spoilt += x * 0.0
-        scale, inverse = _scales(tl.max(top, 1), tl.sum(spoilt, 1))
+            top, spoilt = collect(x, top, spoilt, THREADS)
+        scale, inverse = scales_of_collected(top, spoilt, THREADS)
         for start in range(0, N_COLS, BLOCK_N):
             ok = row_ok[:, None] & (column < N_COLS - start)
             x = tl.load(xs + start, mask=ok, other=0.0).to(tl.float32)
-            tl.store(outs + start, _codes(x, inverse, FOLD, BLOCK_ROWS, BLOCK_N), mask=ok)
+            store_codes(
+                out_rows, start + column, x, inverse, ok, dtype, THREADS, FOLD, BLOCK_ROWS, BLOCK_N
+            )
     tl.store(scale_ptr + row, scale, mask=row_ok)
-
-
-@triton.jit
-def _scales(absmax, spoilt):
-    """(scale, its inverse) of rows; ``spoilt`` is NaN where a value is NaN or infinite, else 0."""
-    absmax = tl.where(absmax < _SMALLEST, 0.0, absmax)
-    scale = tl.div_rn(absmax, 127.0) + spoilt
-    some = (absmax > 0) & (spoilt == 0)
-    return scale, tl.where(some, tl.div_rn(127.0, tl.where(some, absmax, 1.0)), 0.0)
-
-
-@triton.jit
-def _codes(
-    x, inverse, FOLD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """int8 codes, half to even: adding 1.5 * 2^23 rounds."""
-    steps = x * inverse[:, None]
-    steps = tl.where(steps == steps, steps, 0.0)  # of a spoilt row
-    steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
-    rounded = (steps + 12582912.0) - 12582912.0
-    if FOLD > 0:  # Ascend turns the tile for this, and pads what were its rows to 32 bytes
-        folded = tl.reshape(rounded, (BLOCK_ROWS * BLOCK_N // FOLD, FOLD))
-        codes = tl.reshape(folded.to(tl.int8), (BLOCK_ROWS, BLOCK_N))
-    else:
-        codes = rounded.to(tl.int8)
-    return codes
 
 
 @op
@@ -222,13 +198,15 @@ def _plan(
     cfg, max_programs = resolve(SPEC, (n_rows, n_cols, x.dtype), config)
     n_tiles = cdiv(n_rows, cfg["BLOCK_ROWS"])
     programs = min(n_tiles, max_programs)
+    dev = device.current()
     cfg.setdefault("PDL", False)  # Ascend has none
     launch = bind(
         _quantize_per_token_kernel,
         (programs,),
         N_COLS=n_cols,
         ONE_TILE=programs == n_tiles,
-        FOLD=64 if device.current().is_npu and cfg["BLOCK_N"] >= 64 else 0,
+        THREADS=dev.registers > 0,
+        FOLD=64 if dev.is_npu and cfg["BLOCK_N"] >= 64 else 0,
         **cfg,
         **({"launch_pdl": True} if cfg["PDL"] else {}),
     )
