@@ -30,6 +30,9 @@ FEW_ROWS = 1
 # Steps of up to so many tokens norm and rotate q and k and write to the cache in one launch, where
 # attention reads the pages.
 APPENDED_ROWS = 2048
+# Of these, decode steps of up to so many sequences attend in that launch, too. 0: none, until that
+# has been timed on a card.
+FUSED_DECODE_ROWS = 0
 # Norms and activations before layers in W8A8 make the codes that these multiply: a launch less for
 # each, and 16-bit rows are neither read again nor, where no row may run high, written.
 FUSED_QUANTIZATION = True
@@ -303,8 +306,13 @@ def _attention(
         given = (qkv, layer.q_norm, layer.k_norm, cos_sin_cache, positions)
         sizes = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads}
         if isinstance(attend, OverCache) and attend.appends_in_passing(index, len(qkv)):
-            pages = attend.cache.k[index], attend.cache.v[index], attend.meta.slot_mapping
-            q = ops.fused_qk_norm_rope_append(*given, *pages, **sizes, eps=config.rms_norm_eps)
+            meta, more = attend.meta, {**sizes, "eps": config.rms_norm_eps}
+            pages = attend.cache.k[index], attend.cache.v[index], meta.slot_mapping
+            if attend.in_one_launch(len(qkv)) and cos_sin_cache.shape[1] == config.head_dim:
+                tables = meta.block_table, meta.context_lens
+                out: Tensor = ops.fused_qk_norm_rope_append_attn(*given, *pages, *tables, **more)
+                return out.flatten(1)
+            q = ops.fused_qk_norm_rope_append(*given, *pages, **more)
             return attend.read(index, q).flatten(1)
         q, k = ops.fused_qk_norm_rope(*given, **sizes, eps=config.rms_norm_eps)
     else:
@@ -362,6 +370,12 @@ class OverCache:
             return False
         fused = getattr(self.ops, "fused_qk_norm_rope_append", None)
         return fused is not None and isinstance(self.cache.k[layer], Tensor)
+
+    def in_one_launch(self, num_tokens: int) -> bool:
+        """Whether sequences whose K/V are appended in passing bring a token each, and few do."""
+        if num_tokens > FUSED_DECODE_ROWS or self.meta.max_seqlen_q != 1:
+            return False
+        return getattr(self.ops, "fused_qk_norm_rope_append_attn", None) is not None
 
 
 def _read(cache: Tensor | QuantizedKV, slots: Tensor | slice, dtype: torch.dtype) -> Tensor:

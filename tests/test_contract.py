@@ -188,6 +188,10 @@ ACCEPTED: dict[str, dict[str, set[tuple[Callable[[torch.Tensor], Any], str]]]] =
     "rope": {"cos_sin_cache": {(_shorter, _TABLE), (_longer, _TABLE)}},
     "fused_qk_norm_rope": {"cos_sin_cache": {(_shorter, _TABLE), (_longer, _TABLE)}},
     "fused_qk_norm_rope_append": {"cos_sin_cache": {(_shorter, _TABLE), (_longer, _TABLE)}},
+    "fused_qk_norm_rope_append_attn": {
+        "cos_sin_cache": {(_shorter, _TABLE), (_longer, _TABLE)},
+        "block_table": {(_narrower, _COLUMNS), (_wider, _COLUMNS)},
+    },
 }
 
 
@@ -336,6 +340,7 @@ def test_described_in_one_short_line(dev: torch.device) -> None:
         ("fused_qk_norm_rope", "q_out", "k_out"),
         ("append_paged_kv", "k_cache", "v_cache"),
         ("fused_qk_norm_rope_append", "k_cache", "v_cache"),
+        ("fused_qk_norm_rope_append_attn", "k_cache", "v_cache"),
     ],
 )
 def test_one_tensor_cannot_hold_two_results(

@@ -170,10 +170,13 @@ def test_logits_over_a_cache_with_residuals(patch: pytest.MonkeyPatch) -> None:
 
 
 @on_cpu
-@pytest.mark.parametrize("appended_rows", [0, 2])
-def test_kernels_with_padding(appended_rows: int, patch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("appended_rows", "decode_rows"), [(0, 0), (2, 0), (2, 2)])
+def test_kernels_with_padding(
+    appended_rows: int, decode_rows: int, patch: pytest.MonkeyPatch
+) -> None:
     """The kernels, not their references: one real row of two, then both, then one."""
     patch.setattr(qwen3, "APPENDED_ROWS", appended_rows)
+    patch.setattr(qwen3, "FUSED_DECODE_ROWS", decode_rows)
     model = dataclasses.replace(tiny("qwen3").ours, layers=tiny("qwen3").ours.layers[:1])
     one, other = (new_runner(model, ops) for ops in (Launched(tkernels), tkernels.reference))
     graphs = captured(one, (2,), max_blocks=2, kinds=("logits",))

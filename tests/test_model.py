@@ -237,9 +237,11 @@ def test_kernels_equal_references(
 def test_keys_appended_in_passing(
     family: str, dev: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of up to so many tokens and decode steps have a launch less, and the same logits."""
+    """Chunks of up to so many tokens and decode steps have a launch less, and the same logits; a
+    decode step of so many sequences two less."""
     called: list[str] = []
-    for name in ("fused_qk_norm_rope_append", "append_paged_kv", "flash_attn", "paged_attn"):
+    one, two = "fused_qk_norm_rope_append_attn", "fused_qk_norm_rope_append"
+    for name in (one, two, "append_paged_kv", "flash_attn", "paged_attn"):
         kernel = getattr(tkernels, name)
         monkeypatch.setattr(
             tkernels, name, lambda *a, n=name, k=kernel, **b: called.append(n) or k(*a, **b)
@@ -248,8 +250,9 @@ def test_keys_appended_in_passing(
     model = dataclasses.replace(whole, layers=whole.layers[:1])
     ids = random_ids(331, 20)
     results = []
-    for rows in (0, 3):
+    for rows, decode_rows in ((0, 1), (3, 0), (3, 1)):
         monkeypatch.setattr(qwen3, "APPENDED_ROWS", rows)
+        monkeypatch.setattr(qwen3, "FUSED_DECODE_ROWS", decode_rows)
         runner, sequence = new_runner(model, tkernels), SequenceState([])
         called.clear()
         for begin, end in ((0, 5), (5, 8), (8, 12)):
@@ -257,11 +260,12 @@ def test_keys_appended_in_passing(
             results.append(runner.prefill([sequence]))
         sequence.token_ids.append(7)
         results.append(runner.decode([sequence]))
-        apart, joined = ["append_paged_kv", "paged_attn"], ["fused_qk_norm_rope_append"]
-        few = [*joined, "paged_attn"] if rows and family == "qwen3" else apart
-        assert called == ["append_paged_kv", "flash_attn", *few, *apart, *few]
-    for one, two in zip(results[:4], results[4:], strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=TOLERANCE)
+        apart, joined = ["append_paged_kv", "paged_attn"], rows and family == "qwen3"
+        few = [two, "paged_attn"] if joined else apart
+        last = [one] if joined and decode_rows else few
+        assert called == ["append_paged_kv", "flash_attn", *few, *apart, *last]
+    for i, row in enumerate(results):
+        torch.testing.assert_close(row, results[i % 4], rtol=0, atol=TOLERANCE)
 
 
 def test_keys_that_others_need_are_not_appended_in_passing(
@@ -282,6 +286,15 @@ def test_keys_that_others_need_are_not_appended_in_passing(
     def appends(ops: Any, cache: Any, meta: Any, rows: int = 4) -> bool:
         return qwen3.OverCache(ops, cache, meta).appends_in_passing(0, rows)
 
+    monkeypatch.setattr(qwen3, "FUSED_DECODE_ROWS", 2)
+    chunk = build_metadata([SequenceState([1, 2, 3, 4], 2, [0])], [2], CPU, sdpa=False)
+    for ops, meta, rows, expected in (
+        (tkernels, pages, 2, True),
+        (tkernels, pages, 3, False),
+        (tkernels, chunk, 2, False),
+        (cpu_ops, pages, 2, False),
+    ):
+        assert qwen3.OverCache(ops, runner.cache, meta).in_one_launch(rows) == expected
     assert appends(tkernels, runner.cache, pages)
     assert not appends(tkernels, runner.cache, pages, rows=5)
     assert not appends(tkernels, runner.cache, sdpa)

@@ -60,7 +60,11 @@ MORE = {
 SHAPES = {  # of each bench case; of all its kernels where several have one of that name
     "decode-b64-ctx4096-32/8x128-bf16": "batch=64,context=4096",
     "decode-b256-ctx1024-32/8x128-bf16": "batch=256,context=1024",
-    "decode-b1-ctx4096-32/8x128-bf16": "batch=1,context=4096",
+    **{
+        f"decode-b{b}-ctx{n}-{heads}/8x128-bf16": f"batch={b},context={n},num_heads={heads}"
+        for heads in (16, 32)
+        for b, n in ((1, 384), (1, 4096), (64, 1024))
+    },
     "decode-b64-ctx4096-32/8x128-int8-bf16": "batch=64,context=4096",
     "decode-b64-ctx4096-32/8x128-int8_fp4-bf16": "batch=64,context=4096,residuals=true",
     "decode-b64-ctx4096-32/8x128-int8_static_fp4-bf16": (

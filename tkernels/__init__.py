@@ -18,6 +18,7 @@ from tkernels.ops.fused_add_rms_norm import fused_add_rms_norm
 from tkernels.ops.fused_add_rms_norm_quantized import fused_add_rms_norm_quantized
 from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope
 from tkernels.ops.fused_qk_norm_rope_append import fused_qk_norm_rope_append
+from tkernels.ops.fused_qk_norm_rope_append_attn import fused_qk_norm_rope_append_attn
 from tkernels.ops.masked_gemm import masked_gemm
 from tkernels.ops.merge_attn_states import merge_attn_states
 from tkernels.ops.moe_combine import moe_combine
@@ -61,6 +62,7 @@ __all__ = [
     "fused_moe",
     "fused_qk_norm_rope",
     "fused_qk_norm_rope_append",
+    "fused_qk_norm_rope_append_attn",
     "masked_gemm",
     "merge_attn_states",
     "moe_combine",

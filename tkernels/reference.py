@@ -16,6 +16,9 @@ from tkernels.ops.fused_qk_norm_rope import fused_qk_norm_rope_ref as fused_qk_n
 from tkernels.ops.fused_qk_norm_rope_append import (
     fused_qk_norm_rope_append_ref as fused_qk_norm_rope_append,
 )
+from tkernels.ops.fused_qk_norm_rope_append_attn import (
+    fused_qk_norm_rope_append_attn_ref as fused_qk_norm_rope_append_attn,
+)
 from tkernels.ops.masked_gemm import masked_gemm_ref as masked_gemm
 from tkernels.ops.merge_attn_states import merge_attn_states_ref as merge_attn_states
 from tkernels.ops.moe_combine import moe_combine_ref as moe_combine
@@ -49,6 +52,7 @@ __all__ = [
     "fused_moe",
     "fused_qk_norm_rope",
     "fused_qk_norm_rope_append",
+    "fused_qk_norm_rope_append_attn",
     "masked_gemm",
     "merge_attn_states",
     "moe_combine",

@@ -20,7 +20,9 @@ from tkernels.attention_cases import paged_problem
 from tkernels.device import tl, triton
 from tkernels.offline import Launch, record_launches, variant_of
 from tkernels.offline_ascend import lower, scalar_memory_loops
+from tkernels.ops.fused_qk_norm_rope_append_attn import SPEC as STEP
 from tkernels.ops.paged_attn import SPEC
+from tkernels.registry import KernelSpec
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PIPELINED_LOOPS = 7  # of one loop over pages; written as one, and not pipelined, it is 2
@@ -35,12 +37,12 @@ def final_ir(launch: Launch) -> tuple[str, str]:
     return linalg, verdict.hivm
 
 
-def attend_launch(problem: dict[str, Any], **changes: Any) -> Launch:
+def attend_launch(problem: dict[str, Any], spec: KernelSpec = SPEC, **changes: Any) -> Launch:
     """The launch of the kernel that reads the pages."""
     with FakeTensorMode(), record_launches() as launches:
-        inputs = SPEC.make_inputs(problem, torch.device("cpu"))
-        config = {**SPEC.default_config(problem, device.current()), **changes}
-        SPEC.launch(**inputs, config=config)
+        inputs = spec.make_inputs(problem, torch.device("cpu"))
+        config = {**spec.default_config(problem, device.current()), **changes}
+        spec.launch(**inputs, config=config)
     return launches[0]
 
 
@@ -70,6 +72,18 @@ FEATURES = {
 @pytest.mark.parametrize("problem", FEATURES.values(), ids=FEATURES)
 def test_page_loop_is_pipelined(problem: dict[str, Any], splits: int) -> None:
     linalg, hivm = final_ir(attend_launch(problem, SPLITS=splits, programs_per_core=0))
+    assert scalar_memory_loops(linalg) == 0
+    assert bisheng.scalar_loops(hivm) == 0
+    assert bisheng.loops(hivm) >= PIPELINED_LOOPS
+    assert handovers(hivm) >= 18
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("name", ["decode", "head-80"])
+def test_page_loop_of_a_step_in_one_launch_is_pipelined(name: str, splits: int) -> None:
+    """Though it stores to the caches: by arguments of their own, or there are four loops."""
+    launch = attend_launch(FEATURES[name], STEP, SPLITS=splits, programs_per_core=4)
+    linalg, hivm = final_ir(launch)
     assert scalar_memory_loops(linalg) == 0
     assert bisheng.scalar_loops(hivm) == 0
     assert bisheng.loops(hivm) >= PIPELINED_LOOPS

@@ -271,10 +271,15 @@ def fused_qk_norm_rope_append(
 
 def _own(function: Callable[..., _T], *given: Any) -> _T:
     """``function(*given)`` of one of the two operations, its refusals under this one's name."""
+    return under_name(_OP, function, *given)
+
+
+def under_name(op: str, function: Callable[..., _T], *given: Any) -> _T:
+    """``function(*given)`` of another operation, its refusals under the name ``op``."""
     try:
         return function(*given)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{_OP}:{str(error).partition(':')[2]}") from None
+        raise type(error)(f"{op}:{str(error).partition(':')[2]}") from None
 
 
 def _plan(
@@ -293,17 +298,12 @@ def _plan(
     interleaved: bool,
     config: Config | None,
 ) -> rotary.Plan | None:
-    head_dim = _own(norm_rope._check_weights, q_weight, k_weight)
-    n_tokens = _own(norm_rope._check_qkv, qkv, num_heads, num_kv_heads, head_dim)
-    rotary_dim = rotary.check_table(_OP, cos_sin_cache, positions, n_tokens, head_dim)
-    check.check_positive(_OP, "eps", eps)
+    # fmt: off
+    n_tokens, head_dim, rotary_dim, num_blocks, block_size = check_inputs(
+        qkv, q_weight, k_weight, cos_sin_cache, positions, k_cache, v_cache, slot_mapping,
+        num_heads, num_kv_heads, eps)
+    # fmt: on
     rotary.check_flag(_OP, "interleaved", interleaved)
-    new = qkv.view(n_tokens, num_heads + 2 * num_kv_heads, head_dim)[:, -num_kv_heads:]
-    *_, num_blocks, block_size = _own(append._check, new, new, k_cache, v_cache)
-    check_tensor(_OP, "slot_mapping", slot_mapping)
-    check_shape(_OP, "slot_mapping", slot_mapping, tokens=n_tokens)
-    check_dtype(_OP, "slot_mapping", slot_mapping, check.INDEX_DTYPES)
-    check_last_contiguous(_OP, "slot_mapping", slot_mapping)
     rotary.check_output(_OP, "q_out", q_out, (n_tokens, num_heads, head_dim), qkv)
     if n_tokens == 0:
         return None
@@ -334,6 +334,33 @@ def _plan(
     strides = (*k_cache.stride()[:3], *v_cache.stride()[:3], *q_out.stride()[:2])
     counts = (cos_sin_cache.shape[0], num_blocks * block_size, n_tiles)
     return launch, (qkv.stride(0), *strides, *counts)
+
+
+def check_inputs(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> tuple[int, int, int, int, int]:
+    """Refuse what does not fit; (tokens, head_dim, rotary_dim, num_blocks, block_size)."""
+    head_dim = _own(norm_rope._check_weights, q_weight, k_weight)
+    n_tokens = _own(norm_rope._check_qkv, qkv, num_heads, num_kv_heads, head_dim)
+    rotary_dim = rotary.check_table(_OP, cos_sin_cache, positions, n_tokens, head_dim)
+    check.check_positive(_OP, "eps", eps)
+    new = qkv.view(n_tokens, num_heads + 2 * num_kv_heads, head_dim)[:, -num_kv_heads:]
+    *_, num_blocks, block_size = _own(append._check, new, new, k_cache, v_cache)
+    check_tensor(_OP, "slot_mapping", slot_mapping)
+    check_shape(_OP, "slot_mapping", slot_mapping, tokens=n_tokens)
+    check_dtype(_OP, "slot_mapping", slot_mapping, check.INDEX_DTYPES)
+    check_last_contiguous(_OP, "slot_mapping", slot_mapping)
+    return n_tokens, head_dim, rotary_dim, num_blocks, block_size
 
 
 # ---- facts for tests, bench and tuner --------------------------------------------------------
