@@ -485,7 +485,7 @@ def steps_in_shared(rows: int, steps: int, block_k: int) -> int:
 
 def bytes_of_row(config: Config, problem: Problem, size: int) -> int:
     """Of shared memory that it takes, with ``size`` bytes a column."""
-    block_k, warps = config["BLOCK_K"], config["num_warps"]
+    block_k, warps = int(config["BLOCK_K"]), int(config["num_warps"])
     steps = cdiv(cdiv(problem["k"], block_k), warps * config["SPLIT_K"])
     return steps_in_shared(problem["m"], steps, block_k) * block_k * warps * size
 
