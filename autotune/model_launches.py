@@ -15,7 +15,7 @@ from tkernels.moe import chunk_of
 # Prompt tokens that the runner (model.generate) computes at once.
 PREFILL_CHUNK = 2048
 # Steps of up to so many tokens take fused kernels: those of model/qwen3.py.
-FEW_ROWS, APPENDED_ROWS = 1, 2048
+FEW_ROWS, APPENDED_ROWS, FUSED_DECODE_ROWS = 1, 2048, 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,13 @@ def _layer(facts: ModelFacts, step: Step) -> list[tuple[str, dict[str, Any]]]:
     kv = {"num_kv_heads": facts.num_kv_heads, **size}
     rotary_dim = 0 if facts.rotary_dim == facts.head_dim else facts.rotary_dim
     turned = {"tokens": step.tokens, **heads, **size, "rotary_dim": rotary_dim}
+    attended = [_attention(step, window, heads | size) for window in facts.windows]
     rows = {"tokens": step.tokens, "hidden": facts.hidden_size, "dtype": facts.dtype}
-    if facts.qk_norm and not step.fresh and step.tokens <= APPENDED_ROWS:
+    one_each = step.tokens <= FUSED_DECODE_ROWS and step.query == 1
+    if facts.qk_norm and not step.fresh and one_each and not rotary_dim:
+        sizes = {"batch": step.sequences, "context": step.context, **heads, **size}
+        placed, attended = [], [("fused_qk_norm_rope_append_attn", sizes)]
+    elif facts.qk_norm and not step.fresh and step.tokens <= APPENDED_ROWS:
         placed = [("fused_qk_norm_rope_append", turned)]
     else:
         rope = "fused_qk_norm_rope" if facts.qk_norm else "rope"
@@ -74,7 +79,7 @@ def _layer(facts: ModelFacts, step: Step) -> list[tuple[str, dict[str, Any]]]:
     return [
         ("rms_norm", rows),
         *placed,
-        *(_attention(step, window, heads | size) for window in facts.windows),
+        *attended,
         *(_few_rows(facts, step) if step.tokens <= FEW_ROWS else _many_rows(facts, step)),
         *([_product(step.logits, facts.vocab_size, facts)] if step.logits == 1 else []),
         *_experts(facts, step),

@@ -30,9 +30,9 @@ FEW_ROWS = 1
 # Steps of up to so many tokens norm and rotate q and k and write to the cache in one launch, where
 # attention reads the pages.
 APPENDED_ROWS = 2048
-# Of these, decode steps of up to so many sequences attend in that launch, too. 0: none, until that
-# has been timed on a card.
-FUSED_DECODE_ROWS = 0
+# Of these, decode steps of up to so many sequences attend in that launch, too, which hides latency
+# and not bandwidth (CONTRIBUTING, measured facts).
+FUSED_DECODE_ROWS = 1
 # Norms and activations before layers in W8A8 make the codes that these multiply: a launch less for
 # each, and 16-bit rows are neither read again nor, where no row may run high, written.
 FUSED_QUANTIZATION = True

@@ -63,7 +63,7 @@ def test_why_unfit_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("problem", "expected"),
     [
-        (gemm_problem(1, 12288, 4096), (8, 16, 1, 4)),
+        (gemm_problem(1, 12288, 4096), (8, 16, 1, 2)),
         (gemm_problem(8, 4096, 12288), (8, 16, 3, 4)),
         (gemm_problem(3, 128, 12288), (8, 16, 8, 4)),
         (gemm_problem(1, 48, 128), (8, 16, 1, 2)),

@@ -389,7 +389,7 @@ def test_what_a_model_launches_is_what_is_tuned(
     launched.clear()
     config.reload()  # plans that are remembered ask for no config
     runner.decode(sequences)
-    assert {kernel for kernel, _ in launched} >= {"rms_norm", "paged_attn"}
+    assert "rms_norm" in {kernel for kernel, _ in launched}
     config.reload()
     prefilled(context)
     arch = device.current().arch

@@ -541,11 +541,10 @@ _MOST_AT_ONCE = 2**15  # assignments of one launch: as many squared are compared
 
 def _default_config(problem: Problem, dev: Device) -> Config:
     n = problem["n_tokens"] * problem["top_k"]
-    # A second launch costs a microsecond or two, as does comparing 4096 assignments with all; on an
-    # NPU, which compares slower, 2048.
+    # A second launch costs a microsecond or two, and comparing 4096 assignments with all, four.
     block_n = 0
-    if n > (2048 if dev.is_npu else 4096) or (problem["n_local"] + 2) * (n + 1) >= 2**31:
-        block_n = 256 if n <= 2**16 else 512
+    if n > 2048 or (problem["n_local"] + 2) * (n + 1) >= 2**31:
+        block_n = 128 if n <= 8192 else 256 if n <= 2**16 else 512
     block_j = min(1024, max(16, next_power_of_2(n)))
     if dev.is_npu:
         if block_n:
