@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,7 @@ from model.sampler import SamplingRows, sample_rows
 from tkernels import check, device
 
 Array = npt.NDArray[Any]
+_T = TypeVar("_T")
 
 # How tokens are chosen: the likeliest; drawn; drawn of what top-k, top-p and min-p leave. Each
 # serves what those before it do. "logits": not at all, the caller gets the logits.
@@ -107,6 +108,37 @@ def batch_sizes(most: int, limit: int | None = None) -> list[int]:
     sizes = [n for n in usual if n < most] + [most]
     every = 1 if limit is None else -(-len(sizes) // limit)
     return sizes[::-1][::every][::-1]
+
+
+def capture_sizes(
+    sizes: Iterable[int], capture: Callable[[int, Any], _T], max_bytes: int | None, unit: str
+) -> tuple[dict[int, _T], int]:
+    """What ``capture(size, pool)`` gives of each size, the largest first, and bytes that this took.
+
+    Sizes that go beyond ``max_bytes`` of the device's memory, the smaller ones, are left out.
+
+    Raises:
+        ValueError: the largest alone goes beyond; ``unit`` is what sizes count.
+    """
+    made: dict[int, _T] = {}
+    pool, start, used = device.graph_pool(), device.memory_free(), 0
+    gc.collect()
+    gc.freeze()  # each capture collects garbage, which takes long where there are many objects
+    try:
+        for size in sorted(sizes, reverse=True):
+            found = capture(size, pool)
+            now = start - device.memory_free()
+            if max_bytes is not None and now > max_bytes:
+                if made:
+                    break
+                raise ValueError(
+                    f"graph: expected to take at most {max_bytes} bytes, got {now} after "
+                    f"capturing {size} {unit}"
+                )
+            made[size], used = found, now
+    finally:
+        gc.unfreeze()
+    return made, used
 
 
 class Step:
@@ -195,8 +227,13 @@ class DecodeGraphs:
             self.last_logits = torch.empty(largest, model.config.vocab_size, device=on)
         self._inputs = {rows: _views(self._flat, rows, max_blocks) for rows in wanted}
         self._sides = [_Side(wanted, max_blocks) for _ in range(2)]
-        self._graphs: dict[tuple[int, str], Any] = {}
-        self.num_bytes = self._capture(wanted, kinds, max_bytes)
+        made, self.num_bytes = capture_sizes(
+            wanted,
+            lambda rows, pool: {kind: self._captured(rows, kind, pool) for kind in kinds},
+            max_bytes,
+            "sequences",
+        )
+        self._graphs = {(rows, kind): one for rows, of in made.items() for kind, one in of.items()}
         self.sizes = sorted({rows for rows, _ in self._graphs})
         self._kinds = [kind for kind in KINDS if kind in kinds]
 
@@ -279,31 +316,6 @@ class DecodeGraphs:
         if not fine or (kind != "logits" and fine[0] == "logits"):
             raise ValueError(f"graph: expected a kind of {', '.join(self._kinds)}, got {kind}")
         return fine[0]
-
-    def _capture(self, sizes: list[int], kinds: Sequence[str], max_bytes: int | None) -> int:
-        """Fill ``_graphs``: bytes that this took."""
-        pool, start = device.graph_pool(), device.memory_free()
-        used = 0
-        gc.collect()
-        gc.freeze()  # each capture collects garbage, which takes long where there are many objects
-        try:
-            for rows in sizes:
-                for kind in kinds:
-                    self._graphs[rows, kind] = self._captured(rows, kind, pool)
-                now = start - device.memory_free()
-                if max_bytes is not None and now > max_bytes:
-                    for kind in kinds:
-                        del self._graphs[rows, kind]
-                    if self._graphs:
-                        break
-                    raise ValueError(
-                        f"graph: expected to take at most {max_bytes} bytes, got {now} after "
-                        f"capturing {rows} sequences"
-                    )
-                used = now
-        finally:
-            gc.unfreeze()
-        return used
 
     def _captured(self, rows: int, kind: str, pool: Any) -> Any:
         side = self._sides[0]

@@ -258,6 +258,13 @@ def forward(
     """
     attend = OverCache(ops, cache, meta)
     x = hidden_states(model, ops, input_ids, positions, cos_sin_cache, attend)
+    return logits_of(model, ops, x, meta, num_logits=num_logits)
+
+
+def logits_of(
+    model: Model, ops: Any, x: Tensor, meta: AttnMetadata, *, num_logits: int | None
+) -> Tensor:
+    """The logits that ``forward`` returns, of ``hidden_states`` [T, H]."""
     if num_logits == 0:
         return torch.empty((0, model.config.vocab_size), dtype=x.dtype, device=x.device)
     if num_logits is not None:
@@ -302,6 +309,7 @@ def _attention(
     """[T, (Hq + 2 Hk) D] -> [T, Hq D]."""
     heads = qkv.view(qkv.shape[0], -1, config.head_dim)  # [T, Hq + 2 Hk, D]
     v = heads[:, -config.num_kv_heads :]
+    q_out = attend.q_out if isinstance(attend, OverCache) else None
     if layer.q_norm is not None:
         given = (qkv, layer.q_norm, layer.k_norm, cos_sin_cache, positions)
         sizes = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads}
@@ -312,12 +320,13 @@ def _attention(
                 tables = meta.block_table, meta.context_lens
                 out: Tensor = ops.fused_qk_norm_rope_append_attn(*given, *pages, *tables, **more)
                 return out.flatten(1)
-            q = ops.fused_qk_norm_rope_append(*given, *pages, **more)
+            q = ops.fused_qk_norm_rope_append(*given, *pages, **more, q_out=q_out)
             return attend.read(index, q).flatten(1)
-        q, k = ops.fused_qk_norm_rope(*given, **sizes, eps=config.rms_norm_eps)
+        q, k = ops.fused_qk_norm_rope(*given, **sizes, eps=config.rms_norm_eps, q_out=q_out)
     else:
         q, k = heads[:, : config.num_heads], heads[:, config.num_heads : -config.num_kv_heads]
-        q, k = ops.rope(q, k, cos_sin_cache, positions, q_out=q, k_out=k)
+        q_out = q if q_out is None else q_out
+        q, k = ops.rope(q, k, cos_sin_cache, positions, q_out=q_out, k_out=k)
     return attend(index, q, k, v).flatten(1)
 
 
@@ -328,6 +337,7 @@ class OverCache:
     ops: Any
     cache: KVCache
     meta: AttnMetadata
+    q_out: Tensor | None = None  # [T, Hq, D], where each layer's rotated q go; None: anywhere
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Of one layer: [T, Hq, D]."""
@@ -344,13 +354,13 @@ class OverCache:
         out: Tensor = ops.flash_attn(q, k, v, cu_seqlens_q=lens, cu_seqlens_k=lens, **sizes)
         return out
 
-    def read(self, layer: int, q: Tensor) -> Tensor:
-        """[T, Hq, D], where the new K/V are in the cache."""
+    def read(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
+        """[T, Hq, D], where the new K/V are in the cache; ``out`` is for kernels alone."""
         ops, meta, k_cache, v_cache = self.ops, self.meta, self.cache.k[layer], self.cache.v[layer]
         if meta.sdpa is not None:
             return sdpa_attention(q, k_cache, v_cache, meta.sdpa)
         attend = ops.paged_attn if isinstance(k_cache, Tensor) else ops.paged_attn_quantized
-        out: Tensor = attend(
+        attended: Tensor = attend(
             q,
             k_cache,
             v_cache,
@@ -358,8 +368,9 @@ class OverCache:
             meta.context_lens,
             cu_seqlens_q=None if meta.max_seqlen_q == 1 else meta.cu_seqlens_q,
             max_seqlen_q=meta.max_seqlen_q,
+            out=out,
         )
-        return out
+        return attended
 
     def appends_in_passing(self, layer: int, num_tokens: int) -> bool:
         """Whether K/V of a layer may go to its pages as they are made, as nothing else needs them.

@@ -12,6 +12,7 @@ from model import PREFILL_CHUNK, cpu_ops
 from model.config import ModelConfig
 from model.fallback import Calibration, Watch
 from model.kv_cache import (
+    BLOCK_SIZE,
     BlockAllocator,
     Ints,
     SequenceState,
@@ -21,6 +22,7 @@ from model.kv_cache import (
     step_arrays,
 )
 from model.kv_quant import KVQuantization
+from model.pieces import StepPieces, most_tokens, token_sizes
 from model.qwen3 import Model, forward
 from model.routing import Routing
 from model.threads import cpu_threads, prompt_threads
@@ -98,6 +100,26 @@ class Runner:
             model.config.rope, max_positions, device=self.device
         )
         self.watch = None if fallback is None else Watch(fallback, model, num_groups, self.device)
+        self.pieces: StepPieces | None = None
+
+    def capture_pieces(self, max_tokens: int, max_seqs: int) -> None:
+        """From now on, replay steps of up to so many tokens and sequences (model/pieces.py).
+
+        Only those of fewer tokens than keep the device busy longer than the host; none where
+        something looks at the rows of a step, or the device keeps few graphs.
+        """
+        looks = self.watch is not None or self.routing is not None
+        if looks or tkernels.device.most_graphs() is not None:
+            return
+        self.pieces = StepPieces(
+            self.model,
+            self.ops,
+            self.cache,
+            self.cos_sin_cache,
+            sizes=token_sizes(min(max_tokens, most_tokens(self.model))),
+            max_seqs=max_seqs,
+            max_blocks=-(-self.max_positions // BLOCK_SIZE),
+        )
 
     @torch.inference_mode()
     def prefill(
@@ -171,6 +193,8 @@ class Runner:
         The caller knows which blocks of the cache belong to whom, and, with a fallback, which slots
         (``marks``, see ``Watch.step``).
         """
+        if self.pieces is not None and self.pieces.fits(arrays):
+            return self.pieces.logits(arrays, num_logits).float()
         watching = None
         if self.watch is not None and marks is not None:
             watching = self.watch.step(self.ops, marks)

@@ -88,6 +88,7 @@ class Event:
 @contextlib.contextmanager
 def _capture(graph: Graph, *, pool: Any = None) -> Iterator[None]:
     assert pool == "pool"
+    assert current[-1] is None, "a capture begins while another one runs"
     current.append(graph)
     try:
         with _Recording(graph):

@@ -1,4 +1,4 @@
-"""The engine with captured steps: the same answers, whatever runs beside them."""
+"""The engine with captured steps, whole and in pieces: the same answers as without."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from model.engine import Answer, Engine
 from model.graph import Step
 from model.loop import Limits
 from model.sampler import SamplingParams
+from model.threads import cpu_threads
 from tkernels import device
 
 OPS = Launched(tkernels.reference)
@@ -31,7 +32,7 @@ WISHES = [
 def _graphs() -> Iterator[None]:
     if device.KIND != "cpu":
         pytest.skip("the stand-in's tensors are on the CPU")
-    with stand_in():
+    with stand_in(), cpu_threads(1):  # a second thread would only be waited for
         yield
 
 
@@ -58,6 +59,8 @@ def test_answers_are_the_same(mode: str, n: int) -> None:
     assert engine.graphs is not None
     found = answered(engine, WISHES, n)
     assert engine.graphs.launched > 20
+    assert engine.runner.pieces is not None
+    assert engine.runner.pieces.launched >= 5
     if mode == "none":
         assert found == expected
     else:  # a number on the edge of two codes may take the other one
