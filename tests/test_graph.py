@@ -535,6 +535,8 @@ def test_replies_are_the_same_with_keys_appended_in_passing(patch: pytest.Monkey
     whole = tiny("qwen3").ours
     model = dataclasses.replace(whole, layers=whole.layers[:1])
     params = dataclasses.replace(SAMPLINGS["drawn"], seed=5)
+    patch.setattr(qwen3, "FUSED_DECODE_ROWS", 0)
+    patch.setattr(qwen3, "APPENDED_ROWS", 0)
     plain = replies(model, OPS, params, Limits(5, frozenset()))
     patch.setattr(qwen3, "APPENDED_ROWS", 4)
     steps: list[int] = []  # rows of each

@@ -452,8 +452,10 @@ def test_problems_of_a_model_are_named_by_what_is_unusual(tmp_path: Path) -> Non
         "batch=64,context=8192,num_heads=64",
         "batch=1,context=4096,query=2048,num_heads=64",
         "batch=1,context=8192,query=2048,num_heads=64",
-        "batch=1,context=8192,num_heads=64",
     ]
+    tasks = problems.model_tasks(SPECS, tmp_path, [1], [8192], "sm90")
+    names = [t.case for t in tasks if t.kernel == "fused_qk_norm_rope_append_attn"]
+    assert names == ["batch=1,context=8192,num_heads=64"]
 
 
 def test_the_runners_chunk_is_ours() -> None:
