@@ -193,6 +193,20 @@ class AttnMetadata:
     max_seqlen_q: int
     starts_here: bool  # no sequence has tokens in the cache from before
     sdpa: tuple[SdpaIndices, ...] | None  # for attention in PyTorch; None: kernels compute it
+    apart: Apart | None = None  # sequences that kernels attend to in two launches; None: in one
+
+
+@dataclass
+class Apart:
+    """Of a step of kernels: sequences that bring a token each, and behind them chunks of prompts.
+
+    Where a chunk sees many keys its few tiles would take turns at all of them, as tiles of the
+    others are enough for all cores, and short; alone its keys are shared out.
+    """
+
+    ones: int  # sequences that bring a token each
+    num_blocks: int  # that the longest of them has
+    cu_seqlens_q: torch.Tensor  # int32 [B - ones + 1], of the chunks
 
 
 @dataclass
@@ -209,6 +223,19 @@ class SdpaIndices:
     q_unpad: torch.Tensor  # int64 [T], row of each packed token in the padded [B * L]
 
 
+# Keys of a chunk from which on it is worth a launch of its own.
+_MANY_KEYS = 2048
+
+
+def apart(step: StepArrays, cu_seqlens_q: torch.Tensor) -> Apart | None:
+    """Where sequences of a step are attended to apart, from what the host knows of them."""
+    ones = int(np.argmax(step.new > 1)) if step.new.max() > 1 else 0
+    if ones == 0 or step.context_lens[ones:].max() < _MANY_KEYS:
+        return None
+    num_blocks = -(-int(step.context_lens[:ones].max()) // BLOCK_SIZE)
+    return Apart(ones, num_blocks, cu_seqlens_q[ones:] - ones)
+
+
 def metadata(step: StepArrays, device: torch.device, *, sdpa: bool) -> AttnMetadata:
     """A step's metadata on the device, one copy an array.
 
@@ -222,16 +249,18 @@ def metadata(step: StepArrays, device: torch.device, *, sdpa: bool) -> AttnMetad
     new = step.new
     ones = int(np.argmax(new > 1)) if new.max() > 1 else len(new)
     groups = [(0, ones), (ones, len(new))]
+    starts = put(step.cu_seqlens_q)
     return AttnMetadata(
         slot_mapping=put(step.slot_mapping),
         block_table=put(step.block_table),
         context_lens=put(step.context_lens),
-        cu_seqlens_q=put(step.cu_seqlens_q),
+        cu_seqlens_q=starts,
         max_seqlen_q=int(new.max()),
         starts_here=bool((step.context_lens == new).all()),
         sdpa=tuple(_sdpa_indices(step, device, *group) for group in groups if group[0] < group[1])
         if sdpa
         else None,
+        apart=None if sdpa else apart(step, starts),
     )
 
 

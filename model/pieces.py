@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from model.graph import capture_sizes
-from model.kv_cache import AttnMetadata, KVCache, StepArrays
+from model.kv_cache import AttnMetadata, KVCache, StepArrays, apart
 from model.qwen3 import Model, OverCache, hidden_states, logits_of
 from tkernels import device
 
@@ -167,6 +167,7 @@ class StepPieces:
             max_seqlen_q=int(arrays.new.max()),
             starts_here=False,  # so that the pages are read
             sdpa=None,
+            apart=apart(arrays, starts),
         )
 
     def _captured(self, size: int, pool: Any) -> _Pieces:

@@ -356,21 +356,31 @@ class OverCache:
 
     def read(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
         """[T, Hq, D], where the new K/V are in the cache; ``out`` is for kernels alone."""
-        ops, meta, k_cache, v_cache = self.ops, self.meta, self.cache.k[layer], self.cache.v[layer]
+        meta, pages = self.meta, (self.cache.k[layer], self.cache.v[layer])
         if meta.sdpa is not None:
-            return sdpa_attention(q, k_cache, v_cache, meta.sdpa)
-        attend = ops.paged_attn if isinstance(k_cache, Tensor) else ops.paged_attn_quantized
-        attended: Tensor = attend(
-            q,
-            k_cache,
-            v_cache,
-            meta.block_table,
-            meta.context_lens,
-            cu_seqlens_q=None if meta.max_seqlen_q == 1 else meta.cu_seqlens_q,
-            max_seqlen_q=meta.max_seqlen_q,
-            out=out,
+            return sdpa_attention(q, *pages, meta.sdpa)
+        plain = isinstance(pages[0], Tensor)
+        attend = self.ops.paged_attn if plain else self.ops.paged_attn_quantized
+        table, lens, longest = meta.block_table, meta.context_lens, meta.max_seqlen_q
+        if meta.apart is None:
+            starts = None if longest == 1 else meta.cu_seqlens_q
+            attended: Tensor = attend(
+                q, *pages, table, lens, cu_seqlens_q=starts, max_seqlen_q=longest, out=out
+            )
+            return attended
+        out = torch.empty_like(q) if out is None else out
+        ones, width = meta.apart.ones, meta.apart.num_blocks
+        attend(q[:ones], *pages, table[:ones, :width], lens[:ones], max_seqlen_q=1, out=out[:ones])
+        attend(
+            q[ones:],
+            *pages,
+            table[ones:],
+            lens[ones:],
+            cu_seqlens_q=meta.apart.cu_seqlens_q,
+            max_seqlen_q=longest,
+            out=out[ones:],
         )
-        return attended
+        return out
 
     def appends_in_passing(self, layer: int, num_tokens: int) -> bool:
         """Whether K/V of a layer may go to its pages as they are made, as nothing else needs them.

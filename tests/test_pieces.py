@@ -23,8 +23,8 @@ from checkpoints import load_folder, new_runner, tiny
 from graphs import Launched, stand_in
 
 import tkernels
+from model import kv_cache, qwen3
 from model import pieces as pieces_module
-from model import qwen3
 from model.engine import Engine
 from model.kv_cache import BLOCK_SIZE, SequenceState, StepArrays, step_arrays
 from model.loop import Limits
@@ -114,17 +114,21 @@ def steps_of(make: Callable[[], Runner], *, tolerance: float) -> None:
 
 
 @on_cpu
-@pytest.mark.parametrize("appended_rows", [0, 2048])
+@pytest.mark.parametrize(("appended_rows", "many_keys"), [(0, 2048), (2048, 1)])
 @pytest.mark.parametrize("name", ["qwen3", "llama-bias", "qwen3_moe", "qwen3_moe-every-other"])
 def test_each_size_after_wider_and_narrower(
-    name: str, appended_rows: int, patch: pytest.MonkeyPatch
+    name: str, appended_rows: int, many_keys: int, patch: pytest.MonkeyPatch
 ) -> None:
+    """Also where chunks of prompts are attended to apart from tokens beside them."""
     patch.setattr(qwen3, "APPENDED_ROWS", appended_rows)
+    patch.setattr(kv_cache, "_MANY_KEYS", many_keys)
     steps_of(lambda: new_runner(tiny(name).ours, OPS), tolerance=2e-5)
 
 
 @on_cpu
-def test_a_cache_with_residuals(patch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("many_keys", [1, 2048])
+def test_a_cache_with_residuals(many_keys: int, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kv_cache, "_MANY_KEYS", many_keys)
     model = tiny("qwen3-heads-of-32").ours
     steps_of(lambda: test_graph.quantised(model, OPS), tolerance=2e-2)  # a code may be another one
 
@@ -140,16 +144,40 @@ def test_layers_in_int8(name: str, tmp_path: Path, patch: pytest.MonkeyPatch) ->
 @pytest.mark.filterwarnings("ignore:invalid value")  # NaN in padding, which the interpreter tells
 @pytest.mark.parametrize("name", ["qwen3", "llama-bias", "qwen3_moe"])
 def test_kernels_with_padding(name: str, patch: pytest.MonkeyPatch) -> None:
-    """The kernels, not their references."""
+    """The kernels, not their references; a token and a chunk apart."""
+    patch.setattr(kv_cache, "_MANY_KEYS", 1)
     model = dataclasses.replace(tiny(name).ours, layers=tiny(name).ours.layers[:1])
-    one, other = (new_runner(model, ops) for ops in (Launched(tkernels), tkernels.reference))
+    each = (Launched(tkernels), tkernels, tkernels.reference)
+    one, eager, other = (new_runner(model, ops) for ops in each)
     pieces = with_pieces(one, (16,))
-    ours, theirs = sequences_of(2), sequences_of(2)
+    ours, alike, theirs = (sequences_of(2) for _ in each)
     for step in ([(0, 3)], [(0, 1), (1, 4)]):
         poison(pieces)
         found = one.step(arrays_of(one, ours, step), len(step))
         expected = other.step(arrays_of(other, theirs, step), len(step))
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        found = eager.step(arrays_of(eager, alike, step), len(step))
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_which_sequences_are_attended_to_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that bring a token each, where what stands behind them sees many keys."""
+    runner, sequences = new_runner(tiny("qwen3").ours, OPS), sequences_of()
+    for step, keys, expected in (
+        ([(0, 5), (1, 20)], 1, None),
+        ([(0, 1), (1, 1)], 1, None),
+        ([(0, 1), (1, 1), (2, 40)], 41, None),
+        ([(0, 1), (2, 1), (3, 40)], 40, (2, 3, [0, 40])),  # 41 tokens of sequence 2: 3 blocks
+        ([(0, 1), (1, 3), (2, 2)], 9, (1, 1, [0, 3, 5])),
+    ):
+        monkeypatch.setattr(kv_cache, "_MANY_KEYS", keys)
+        arrays = arrays_of(runner, sequences, step)
+        found = kv_cache.apart(arrays, torch.from_numpy(arrays.cu_seqlens_q))
+        if expected is None:
+            assert found is None, step
+        else:
+            assert found is not None
+            assert (found.ones, found.num_blocks, found.cu_seqlens_q.tolist()) == expected
 
 
 @on_cpu
