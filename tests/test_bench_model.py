@@ -154,15 +154,21 @@ def test_agreement() -> None:
     assert decode.agreement(some, Sample([], [[1, 2]])) == 1
 
 
-def test_union_and_idle() -> None:
+def test_busy_and_idle() -> None:
     intervals = [("a", 10.0, 20.0), ("b", 15.0, 30.0), ("a", 40.0, 50.0), ("c", 41.0, 42.0)]
-    assert profile.union(intervals) == 30
+    assert profile.busy_until(intervals) == [10, 20, 22, 30]
     found = profile.figures(intervals, 2)
     assert found is not None
     assert (found["busy_us"], found["span_us"]) == (15, 20)
     assert found["idle_share"] == pytest.approx(0.25)
-    assert found["kernels"][0] == {"name": "a", "us": 10, "launches": 1}
+    assert found["kernels"][0] == {"name": "a", "us": 9, "launches": 1}
     assert [k["name"] for k in found["kernels"]] == ["a", "b", "c"]
+    # Kernels of a chain that begin at once and wait for each other.
+    chain = [("x", 0.0, 4.0), ("y", 1.0, 6.0), ("x", 1.0, 9.0), ("z", 12.0, 13.0)]
+    waited = profile.figures(chain, 1)
+    assert waited is not None
+    assert {k["name"]: k["us"] for k in waited["kernels"]} == {"x": 7, "y": 2, "z": 1}
+    assert waited["busy_us"] == 10
     assert profile.figures([], 2) is None
 
 

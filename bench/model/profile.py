@@ -4,6 +4,10 @@
     span   from the first thing's begin to the last one's end
     idle   1 - busy / span
 
+Where kernels start before the one before has ended (programmatic dependent launch), most of their
+time they wait. So a kernel is told the busy time between the end of the one that ended before it
+and its own: those times add up to busy.
+
 Recording kernels one by one may spread those of a graph apart a little, so idle is at most that.
 """
 
@@ -26,17 +30,23 @@ def prepare() -> None:
         torch.ones(1, device=device.tensor_device())
 
 
-def union(intervals: Sequence[Interval]) -> float:
-    """Microseconds that at least one interval covers.
+def busy_until(intervals: Sequence[Interval]) -> list[float]:
+    """Microseconds that intervals cover, up to the end of each of them, in the order of ends.
 
-    >>> union([("a", 0, 2), ("b", 1, 3), ("c", 5, 6)])
-    4.0
+    >>> busy_until([("a", 0, 2), ("b", 1, 3), ("c", 5, 6)])
+    [2.0, 3.0, 4.0]
     """
-    total, reached = 0.0, float("-inf")
-    for _, begin, end in sorted(intervals, key=lambda one: one[1]):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
+    begins = sorted(begin for _, begin, _ in intervals)
+    ends = sorted(end for _, _, end in intervals)
+    found, total, running, at, now = [], 0.0, 0, 0, 0.0
+    for end in ends:
+        while at < len(begins) and begins[at] <= end:
+            total += (begins[at] - now) * (running > 0)
+            now, running, at = begins[at], running + 1, at + 1
+        total += (end - now) * (running > 0)
+        now, running = end, running - 1
+        found.append(total)
+    return found
 
 
 def figures(intervals: Sequence[Interval], steps: int) -> dict[str, Any] | None:
@@ -47,10 +57,12 @@ def figures(intervals: Sequence[Interval], steps: int) -> dict[str, Any] | None:
     if not intervals:
         return None
     times: dict[str, list[float]] = defaultdict(list)
-    for name, begin, end in intervals:
-        times[name].append(end - begin)
+    reached = busy_until(intervals)
+    ended = sorted(intervals, key=lambda one: one[2])
+    for (name, _, _), before, until in zip(ended, [0.0, *reached], reached, strict=False):
+        times[name].append(until - before)
     span = max(end for _, _, end in intervals) - min(begin for _, begin, _ in intervals)
-    busy = union(intervals)
+    busy = reached[-1]
     order = sorted(times, key=lambda name: -sum(times[name]))
     return {
         "steps": steps,
