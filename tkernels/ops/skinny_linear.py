@@ -348,14 +348,19 @@ def skinny_linear(
         out = _new_out(x, weight, silu_and_mul)
     else:
         check_own(_OP, "out", out, x=x, weight=weight)
-    given = {"bias": bias, "norm_weight": norm_weight, "residual": residual}
-    names = tuple(name for name, t in given.items() if t is not None)
-    tensors = (x, weight, out, *(t for t in given.values() if t is not None))
+    tensors: tuple[torch.Tensor, ...] = (x, weight, out)
+    names: tuple[str, ...] = ()
+    # What is not there is stood in for by something that is, and not read.
+    gain = x
+    if norm_weight is not None:
+        gain, tensors, names = norm_weight, (*tensors, norm_weight), (*names, "norm_weight")
+    if bias is not None:
+        tensors, names = (*tensors, bias), (*names, "bias")
+    if residual is not None:
+        tensors, names = (*tensors, residual), (*names, "residual")
     plan = planned(_plan, config, tensors, names, silu_and_mul, eps)
     if plan is not None:
-        # What is not there is stood in for by something that is, and not read.
-        gain, bias, residual = (x if t is None else t for t in (norm_weight, bias, residual))
-        plan(x, gain, weight, bias, residual, out)
+        plan(x, gain, weight, x if bias is None else bias, x if residual is None else residual, out)
     return out
 
 
