@@ -211,4 +211,4 @@ def test_many_are_compared_while_they_are_counted() -> None:
     assert label.startswith("$L__BB")  # of the loop: nothing else is read or written before
     assert around == [load, wait, start]
     counts = [what for what in place[at:] if what.startswith("ld")]
-    assert counts == ["ld.global.v4.b32"] * 8  # of 8 blocks and 8 experts
+    assert counts == ["ld.global.v4.b32"] * 4  # of 128 blocks and 64 experts

@@ -554,7 +554,9 @@ def _default_config(problem: Problem, dev: Device) -> Config:
         return {**chosen, "programs_per_core": 1}
     if block_n:
         # A thread for each assignment: so keys go to others through shared memory, read once.
-        block_q = min(128, max(16, next_power_of_2(problem["n_local"])))
+        # Of experts 64 at a time, where registers do not hold what 128 take (equally fast).
+        most = 128 if block_n == 128 else 64
+        block_q = min(most, max(16, next_power_of_2(problem["n_local"])))
         chosen = {"BLOCK_Q": block_q, "BLOCK_J": 64, "num_warps": block_n // 32}
     else:
         # Few queries a program, so that all cores have some; keys enough for all loads at once.
