@@ -227,10 +227,15 @@ class SdpaIndices:
 _MANY_KEYS = 2048
 
 
+def _ones(new: Ints) -> int:
+    """How many sequences at the front bring one token."""
+    return int(np.argmax(new > 1)) if new.max() > 1 else len(new)
+
+
 def apart(step: StepArrays, cu_seqlens_q: torch.Tensor) -> Apart | None:
     """Where sequences of a step are attended to apart, from what the host knows of them."""
-    ones = int(np.argmax(step.new > 1)) if step.new.max() > 1 else 0
-    if ones == 0 or step.context_lens[ones:].max() < _MANY_KEYS:
+    ones = _ones(step.new)
+    if ones in (0, len(step.new)) or step.context_lens[ones:].max() < _MANY_KEYS:
         return None
     num_blocks = -(-int(step.context_lens[:ones].max()) // BLOCK_SIZE)
     return Apart(ones, num_blocks, cu_seqlens_q[ones:] - ones)
@@ -247,7 +252,7 @@ def metadata(step: StepArrays, device: torch.device, *, sdpa: bool) -> AttnMetad
         return torch.from_numpy(values).to(device, non_blocking=True)
 
     new = step.new
-    ones = int(np.argmax(new > 1)) if new.max() > 1 else len(new)
+    ones = _ones(new)
     groups = [(0, ones), (ones, len(new))]
     starts = put(step.cu_seqlens_q)
     return AttnMetadata(

@@ -60,7 +60,7 @@ def _fetch(
         _load_async(w_s.index(step % STAGES), at, mask=ok)
 
 
-@gluon.jit(do_not_specialize=["n_rows", "n_m", "steps"])
+@gluon.jit(do_not_specialize=["n_rows", "steps"])
 def _skinny_linear_hopper_kernel(
     x_ptr, gain_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr,
     stride_x, stride_w,  # in units of 16 bytes
