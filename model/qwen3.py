@@ -25,7 +25,8 @@ from tkernels.kv_format import QuantizedKV, read_positions
 
 Tensor = torch.Tensor
 # Steps of up to so many tokens take norms, activations and sums along in their projections, in
-# kernels that read weights once. With more rows cuBLAS is faster (CONTRIBUTING, measured facts).
+# kernels that read weights once. With four rows of a gated layer separate kernels and cuBLAS took
+# less (CONTRIBUTING, measured facts).
 FEW_ROWS = 1
 # Steps of up to so many tokens norm and rotate q and k and write to the cache in one launch, where
 # attention reads the pages.
