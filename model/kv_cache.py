@@ -201,7 +201,8 @@ class Apart:
     """Of a step of kernels: sequences that bring a token each, and behind them chunks of prompts.
 
     Where a chunk sees many keys its few tiles would take turns at all of them, as tiles of the
-    others are enough for all cores, and short; alone its keys are shared out.
+    others are enough for all cores, and short; alone its keys are shared out. And where the others
+    see many, each of them would cost a tile of rows of which it fills one.
     """
 
     ones: int  # sequences that bring a token each
@@ -223,8 +224,8 @@ class SdpaIndices:
     q_unpad: torch.Tensor  # int64 [T], row of each packed token in the padded [B * L]
 
 
-# Keys of a chunk from which on it is worth a launch of its own.
-_MANY_KEYS = 2048
+# Keys of a chunk, or of all others in sum, from which on that is worth a launch of its own.
+_MANY_KEYS, _MANY_KEYS_BESIDE = 2048, 32768
 
 
 def _ones(new: Ints) -> int:
@@ -235,7 +236,10 @@ def _ones(new: Ints) -> int:
 def apart(step: StepArrays, cu_seqlens_q: torch.Tensor) -> Apart | None:
     """Where sequences of a step are attended to apart, from what the host knows of them."""
     ones = _ones(step.new)
-    if ones in (0, len(step.new)) or step.context_lens[ones:].max() < _MANY_KEYS:
+    if ones in (0, len(step.new)):
+        return None
+    beside = step.context_lens[:ones].sum()
+    if step.context_lens[ones:].max() < _MANY_KEYS and beside < _MANY_KEYS_BESIDE:
         return None
     num_blocks = -(-int(step.context_lens[:ones].max()) // BLOCK_SIZE)
     return Apart(ones, num_blocks, cu_seqlens_q[ones:] - ones)

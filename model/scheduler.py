@@ -111,13 +111,14 @@ class Scheduler:
         left = batch.num_tokens[rows] - batch.num_computed[rows]
         decoding = left == 1
         prompts, missing = rows[~decoding], left[~decoding]
+        going = self._longest_first(rows[decoding])
         budget -= int(decoding.sum())
         if self.prompt_tokens_beside is not None and decoding.any():
             budget = min(budget, self.prompt_tokens_beside)
         chunks = np.clip(budget - (np.cumsum(missing) - missing), 0, missing)
         budget -= int(chunks.sum())
-        rows = np.concatenate((rows[decoding], prompts[chunks > 0]))
-        new = np.concatenate((left[decoding], chunks[chunks > 0]))
+        rows = np.concatenate((going, prompts[chunks > 0]))
+        new = np.concatenate((np.ones_like(going), chunks[chunks > 0]))
         self._publish(rows, new)
         while budget and (may_start or not self.running):
             request = self._next_waiting()
@@ -129,6 +130,11 @@ class Scheduler:
             rows, new = np.append(rows, row), np.append(new, count)
             self._publish(rows[-1:], new[-1:])
         return rows, new
+
+    def _longest_first(self, rows: Ints) -> Ints:
+        """Attention takes up sequences in order, and those that begin last should not last long."""
+        longest: Ints = rows[np.argsort(-self.batch.num_tokens[rows], kind="stable")]
+        return longest
 
     def _running_rows(self) -> Ints:
         if self._rows is None:

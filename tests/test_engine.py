@@ -416,6 +416,18 @@ def test_requests_start_in_order_and_none_overtakes() -> None:
     assert order[0] == first
 
 
+def test_sequences_that_decode_are_taken_up_longest_first() -> None:
+    engine = new_engine(max_num_seqs=4)
+    lengths = [5, 40, 17, 17]
+    numbers = [engine.add(ids(n, seed=n), limits=Limits(9, FOREVER)) for n in lengths]
+    engine.step()
+    rows, new = engine._scheduler.schedule()
+    assert new.tolist() == [1] * 4
+    assert engine.batch.num_tokens[rows].tolist() == [41, 18, 18, 6]
+    arrivals = [engine._scheduler.of_row(row).arrival for row in rows]
+    assert arrivals == [numbers[i] for i in (1, 2, 3, 0)]  # equal ones in order
+
+
 def test_a_better_priority_goes_first_and_preempts() -> None:
     engine = new_engine(10, max_num_seqs=4)
     slow = engine.add(ids(60), limits=Limits(40, FOREVER), priority=1)

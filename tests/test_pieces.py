@@ -170,14 +170,20 @@ def test_which_sequences_are_attended_to_apart(monkeypatch: pytest.MonkeyPatch) 
         ([(0, 1), (2, 1), (3, 40)], 40, (2, 3, [0, 40])),  # 41 tokens of sequence 2: 3 blocks
         ([(0, 1), (1, 3), (2, 2)], 9, (1, 1, [0, 3, 5])),
     ):
-        monkeypatch.setattr(kv_cache, "_MANY_KEYS", keys)
         arrays = arrays_of(runner, sequences, step)
+        monkeypatch.setattr(kv_cache, "_MANY_KEYS", keys)
         found = kv_cache.apart(arrays, torch.from_numpy(arrays.cu_seqlens_q))
         if expected is None:
             assert found is None, step
         else:
             assert found is not None
             assert (found.ones, found.num_blocks, found.cu_seqlens_q.tolist()) == expected
+            beside = int(arrays.context_lens[: found.ones].sum())
+            monkeypatch.setattr(kv_cache, "_MANY_KEYS", 2048)
+            for many in (beside, beside + 1):  # or where the others see many, together
+                monkeypatch.setattr(kv_cache, "_MANY_KEYS_BESIDE", many)
+                seen = kv_cache.apart(arrays, torch.from_numpy(arrays.cu_seqlens_q))
+                assert (seen is not None) == (many == beside)
 
 
 @on_cpu

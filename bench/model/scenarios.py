@@ -252,7 +252,8 @@ class Chunked:
     @property
     def steps_to_begin(self) -> int:
         """Until a step computes a token of each of those that decode, at most."""
-        return -(-self.decoding * self.input // self.step_tokens) + 4
+        beside = self.step_tokens - self.decoding  # for prompts, once nearly all decode
+        return -(-self.decoding * self.input // beside) + 4
 
     @property
     def steps(self) -> int:
