@@ -20,6 +20,7 @@ examples:
   python -m bench host                                host cost of a call over the bare launch
   python -m bench model --shape qwen3-8b              whole networks: first token, tokens, roof
   python -m bench engine --scenario all               many requests, a long prompt, a shared prefix
+  python -m bench moe --json moe.json                 layers of experts, beside those of others
 """
 
 
@@ -60,11 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if given[:1] == ["host"]:
             return host_overhead.main(given[1:])
-        if given[:1] in (["model"], ["engine"]):
+        if given[:1] in (["model"], ["engine"], ["moe"]):
             return _whole_networks(given[0])(given[1:])
         if given and not given[0].startswith("-"):
             raise rows.UsageError(
-                f"bench: expected host, model, engine or options (see --help), got {given[0]!r}"
+                "bench: expected host, model, engine, moe or options (see --help), got "
+                f"{given[0]!r}"
             )
         return _bench(_parser().parse_args(given))
     except (rows.UsageError, device.UnsupportedError) as error:
@@ -81,9 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _whole_networks(name: str) -> Callable[[Sequence[str]], int]:
     """These need the runner, which no other command does."""
-    from bench.model import command, engine_command
+    from bench.model import command, engine_command, moe_command
 
-    return command.main if name == "model" else engine_command.main
+    return {"model": command.main, "engine": engine_command.main, "moe": moe_command.main}[name]
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -581,6 +581,6 @@ def test_a_mistyped_command_is_answered_with_the_right_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["modl"]) == 2
-    assert "expected host, model, engine or options (see --help), got 'modl'" in (
+    assert "expected host, model, engine, moe or options (see --help), got 'modl'" in (
         capsys.readouterr().err
     )

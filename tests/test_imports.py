@@ -298,6 +298,7 @@ def test_each_package_has_sources() -> None:
         ("bench --kernel rope --rounds 1", 2, "expected triton to be installed"),
         ("bench model --variants eager", 2, "expected triton to be installed"),
         ("bench engine --kernels triton", 2, "expected triton to be installed"),
+        ("bench moe", 2, "expected triton to be installed"),
         ("autotune --kernel rope --trials 1", 2, "expected triton to be installed"),
         ("model.generate --kernels triton --prompt hi", 2, "expected triton to be installed"),
     ],

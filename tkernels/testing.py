@@ -279,11 +279,16 @@ class Prepared:
     method: str
 
 
-def prepared(fns: Sequence[Callable[[], Any]], *, min_ms: float = 1.0) -> Prepared:
-    """Make equivalent calls ready to be timed, as ``time_ms`` describes it."""
+def prepared(
+    fns: Sequence[Callable[[], Any]], *, min_ms: float = 1.0, capture: bool = True
+) -> Prepared:
+    """Make equivalent calls ready to be timed, as ``time_ms`` describes it.
+
+    Without ``capture`` no graph is tried: calls that wait for the device, with the host's time.
+    """
     if device.tensor_device().type == "cpu":
         return _prepared_on_host(fns)
-    run, count, method = _prepare(list(fns), min_ms)
+    run, count, method = _prepare(list(fns), min_ms, capture)
     return Prepared(lambda: _elapsed_ms(run) / count, method)
 
 
@@ -300,14 +305,16 @@ def _prepared_on_host(fns: Sequence[Callable[[], Any]]) -> Prepared:
     return Prepared(sample, "host clock")
 
 
-def _prepare(fns: list[Callable[[], Any]], min_ms: float) -> tuple[Callable[[], Any], int, str]:
+def _prepare(
+    fns: list[Callable[[], Any]], min_ms: float, capture: bool
+) -> tuple[Callable[[], Any], int, str]:
     """(function that runs all calls, how many calls that is, method)."""
     for fn in fns:
         fn()  # compile and allocate outside the measurement
     device.synchronize()
     # The length of a graph is set by what a graph takes: an eager loop would time the host.
     sequence = fns * math.ceil(_FIRST_CALLS / len(fns))
-    run, method = _captured(sequence)
+    run, method = _captured(sequence) if capture else _one_by_one(sequence)
     run()
     each = _elapsed_ms(run) / len(sequence)
     repeats = math.ceil(min(min_ms / max(each, 1e-5), _MOST_CALLS) / len(fns))
@@ -331,8 +338,12 @@ def _captured(sequence: list[Callable[[], Any]]) -> tuple[Callable[[], Any], str
                 fn()
     except RuntimeError:
         device.synchronize()
-        return (lambda: [fn() for fn in sequence]), "events"
+        return _one_by_one(sequence)
     return graph.replay, "graph"
+
+
+def _one_by_one(sequence: list[Callable[[], Any]]) -> tuple[Callable[[], Any], str]:
+    return (lambda: [fn() for fn in sequence]), "events"
 
 
 def _elapsed_ms(run: Callable[[], Any]) -> float:

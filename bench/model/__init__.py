@@ -1,4 +1,4 @@
-"""Whole networks: decode steps (``python -m bench model``) and the engine (``... engine``).
+"""Decode steps (``python -m bench model``), the engine (``engine``), layers of experts (``moe``).
 
 This folder alone of ``bench`` imports the runner, ``model``.
 """

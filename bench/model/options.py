@@ -1,4 +1,4 @@
-"""What both commands share: options, the network, the result document, and progress on stderr."""
+"""What the commands share: options, the network, the result document, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -39,10 +39,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, metavar="PATH", help="a checkpoint instead of random weights")
     add_kv_options(parser)
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: float32 on a CPU")
-    add("--rounds", type=rows.positive, default=3, metavar="N", help="counted runs (default 3)")
-    add("--seed", type=int, default=0, help="of weights and prompts (default 0)")
-    add("--json", type=Path, metavar="FILE", help="write all figures, as soon as there are some")
+    add_run_options(parser, rounds=3)
     add("--plot", type=Path, metavar="FILE.png", help="draw the figures")
+
+
+def add_run_options(parser: argparse.ArgumentParser, *, rounds: int) -> None:
+    add = parser.add_argument
+    usual = "(default %(default)s)"
+    add("--rounds", type=rows.positive, default=rounds, metavar="N", help=f"counted runs {usual}")
+    add("--seed", type=int, default=0, help=f"of weights and inputs {usual}")
+    add("--json", type=Path, metavar="FILE", help="write all figures, as soon as there are some")
 
 
 def check(args: argparse.Namespace, *pictures: Path | None) -> None:
