@@ -99,8 +99,9 @@ class Engine:
             with fallback they never do.
         reserve: share of a request's remaining tokens for which pages are kept when it starts.
         tokenizer: for text; without one there are tokens only, and no ``Limits.stop``.
-        graphs: capture steps in which each request computes one token (model/graph.py), and those
-            with prompts in pieces (model/pieces.py), which waits until kernels are compiled.
+        graphs: capture steps in which each request computes one token (model/graph.py), those with
+            a prompt (model/prompt_graphs.py) and, in pieces, those with several (model/pieces.py),
+            which waits until kernels are compiled.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Engine:
         self.batch = Batch(max_num_seqs, runner.max_positions, max_num_batched_tokens)
         self.graphs = _captured(runner, max_num_seqs) if graphs else None
         if graphs:
-            runner.capture_pieces(max_num_batched_tokens, max_num_seqs)
+            runner.capture_prompts(max_num_batched_tokens, max_num_seqs)
         self._scheduler = Scheduler(
             self.pool, self.batch, max_num_batched_tokens, reserve, prompt_tokens_beside
         )

@@ -228,14 +228,14 @@ class SdpaIndices:
 _MANY_KEYS, _MANY_KEYS_BESIDE = 2048, 32768
 
 
-def _ones(new: Ints) -> int:
+def count_of_ones(new: Ints) -> int:
     """How many sequences at the front bring one token."""
     return int(np.argmax(new > 1)) if new.max() > 1 else len(new)
 
 
 def apart(step: StepArrays, cu_seqlens_q: torch.Tensor) -> Apart | None:
     """Where sequences of a step are attended to apart, from what the host knows of them."""
-    ones = _ones(step.new)
+    ones = count_of_ones(step.new)
     if ones in (0, len(step.new)):
         return None
     beside = step.context_lens[:ones].sum()
@@ -256,7 +256,7 @@ def metadata(step: StepArrays, device: torch.device, *, sdpa: bool) -> AttnMetad
         return torch.from_numpy(values).to(device, non_blocking=True)
 
     new = step.new
-    ones = _ones(new)
+    ones = count_of_ones(new)
     groups = [(0, ones), (ones, len(new))]
     starts = put(step.cu_seqlens_q)
     return AttnMetadata(

@@ -23,6 +23,7 @@ from model.kv_cache import (
 )
 from model.kv_quant import KVQuantization
 from model.pieces import StepPieces, most_tokens, token_sizes
+from model.prompt_graphs import PromptGraphs
 from model.qwen3 import Model, forward
 from model.routing import Routing
 from model.threads import cpu_threads, prompt_threads
@@ -101,24 +102,24 @@ class Runner:
         )
         self.watch = None if fallback is None else Watch(fallback, model, num_groups, self.device)
         self.pieces: StepPieces | None = None
+        self.prompts: PromptGraphs | None = None
 
-    def capture_pieces(self, max_tokens: int, max_seqs: int) -> None:
-        """From now on, replay steps of up to so many tokens and sequences (model/pieces.py).
+    def capture_prompts(self, max_tokens: int, max_seqs: int) -> None:
+        """From now on, replay steps with prompts of up to so many tokens and sequences.
 
+        Whole, where there is one prompt (model/prompt_graphs.py), else in pieces (model/pieces.py).
         Only those of fewer tokens than keep the device busy longer than the host; none where
         something looks at the rows of a step, or the device keeps few graphs.
         """
         looks = self.watch is not None or self.routing is not None
         if looks or tkernels.device.most_graphs() is not None:
             return
-        self.pieces = StepPieces(
-            self.model,
-            self.ops,
-            self.cache,
-            self.cos_sin_cache,
-            sizes=token_sizes(min(max_tokens, most_tokens(self.model))),
-            max_seqs=max_seqs,
-            max_blocks=-(-self.max_positions // BLOCK_SIZE),
+        sizes = token_sizes(min(max_tokens, most_tokens(self.model)))
+        max_blocks = -(-self.max_positions // BLOCK_SIZE)
+        over = self.model, self.ops, self.cache, self.cos_sin_cache
+        self.pieces = StepPieces(*over, sizes=sizes, max_seqs=max_seqs, max_blocks=max_blocks)
+        self.prompts = PromptGraphs(
+            *over, sizes=sizes, max_beside=max_seqs - 1, max_blocks=max_blocks
         )
 
     @torch.inference_mode()
@@ -193,8 +194,9 @@ class Runner:
         The caller knows which blocks of the cache belong to whom, and, with a fallback, which slots
         (``marks``, see ``Watch.step``).
         """
-        if self.pieces is not None and self.pieces.fits(arrays):
-            return self.pieces.logits(arrays, num_logits).float()
+        for graphs in (self.prompts, self.pieces):
+            if graphs is not None and graphs.fits(arrays):
+                return graphs.logits(arrays, num_logits).float()
         watching = None
         if self.watch is not None and marks is not None:
             watching = self.watch.step(self.ops, marks)

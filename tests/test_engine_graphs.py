@@ -59,8 +59,8 @@ def test_answers_are_the_same(mode: str, n: int) -> None:
     assert engine.graphs is not None
     found = answered(engine, WISHES, n)
     assert engine.graphs.launched > 20
-    assert engine.runner.pieces is not None
-    assert engine.runner.pieces.launched >= 5
+    assert engine.runner.prompts is not None
+    assert engine.runner.prompts.launched >= 5
     if mode == "none":
         assert found == expected
     else:  # a number on the edge of two codes may take the other one

@@ -355,14 +355,14 @@ def test_where_there_are_none(patch: pytest.MonkeyPatch) -> None:
     runner = new_runner(tiny("qwen3").ours, OPS)
     for name in ("watch", "routing"):
         patch.setattr(runner, name, object())
-        runner.capture_pieces(32, 4)
+        runner.capture_prompts(32, 4)
         assert runner.pieces is None
         patch.setattr(runner, name, None)
     patch.setattr(device, "most_graphs", lambda: 32)
-    runner.capture_pieces(32, 4)
+    runner.capture_prompts(32, 4)
     assert runner.pieces is None
     patch.setattr(device, "most_graphs", lambda: None)
-    runner.capture_pieces(20, 4)
+    runner.capture_prompts(20, 4)
     assert runner.pieces is not None
     assert runner.pieces.sizes == [16, 32]
 
@@ -393,7 +393,7 @@ def test_steps_that_keep_the_device_busy_have_no_pieces() -> None:
 def answers(pieces: bool, blocks: int, prompts: list[list[int]], **more: Any) -> tuple[Any, Engine]:
     engine = plain.new_engine(blocks, "none", OPS, max_num_batched_tokens=24, **more)
     if pieces:
-        engine.runner.capture_pieces(24, more["max_num_seqs"])
+        engine.runner.capture_prompts(24, more["max_num_seqs"])
     for prompt in prompts:
         engine.add(prompt, limits=Limits(6, plain.FOREVER))
     found = plain.run_all(engine)

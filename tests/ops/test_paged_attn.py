@@ -272,8 +272,8 @@ def test_odd_block_sizes_are_refused(block_size: int, dev: torch.device) -> None
         ({"context_lens": [5, 99]}, "context_lens must be from 0 to 32, got 99 at 1"),
         ({"context_lens": [-1, 5]}, "context_lens must be from 0 to 32, got -1 at 0"),
         ({"block_table": [[9, 9], [0, 1]]}, "block_table must hold blocks from 0 to 4"),
-        ({"cu_seqlens_q": [0, 2, 1]}, "cu_seqlens_q must rise from 0 to at most 2 by at most"),
-        ({"cu_seqlens_q": [0, 2, 2]}, "cu_seqlens_q must rise from 0 to at most 2 by at most"),
+        ({"cu_seqlens_q": [0, 2, 1]}, "cu_seqlens_q must rise from 0 on to at most 2 by at most"),
+        ({"cu_seqlens_q": [0, 2, 2]}, "cu_seqlens_q must rise from 0 on to at most 2 by at most"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

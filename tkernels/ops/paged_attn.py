@@ -780,10 +780,10 @@ def check_values(
     capacity = block_table.shape[1] * block_size
     starts = list(range(len(q) + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
     counts = [after - before for before, after in itertools.pairwise(starts)]
-    if starts[0] != 0 or starts[-1] > len(q) or any(not 0 <= n <= max_seqlen_q for n in counts):
+    if starts[0] < 0 or starts[-1] > len(q) or any(not 0 <= n <= max_seqlen_q for n in counts):
         raise ValueError(
-            f"{op}: cu_seqlens_q must rise from 0 to at most {len(q)} by at most max_seqlen_q = "
-            f"{max_seqlen_q} a sequence, got {describe(starts)}"
+            f"{op}: cu_seqlens_q must rise from 0 on to at most {len(q)} by at most "
+            f"max_seqlen_q = {max_seqlen_q} a sequence, got {describe(starts)}"
         )
     for b, (n, context_len) in enumerate(zip(counts, context_lens.tolist(), strict=True)):
         if not 0 <= context_len <= capacity:
