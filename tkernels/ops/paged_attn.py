@@ -30,7 +30,14 @@ from typing import Any
 
 import torch
 
-from tkernels import attention, check, device, flash_attn_hopper, paged_attn_hopper
+from tkernels import (
+    attention,
+    check,
+    device,
+    flash_attn_hopper,
+    paged_attn_decode_hopper,
+    paged_attn_hopper,
+)
 from tkernels.attention_cases import (
     PAGED_CASES,
     paged_cost,
@@ -551,11 +558,17 @@ def _plan(
             scale=scale, window=window, softcap=softcap, has_sinks="s" in given, has_lse=has_lse,
             config=cfg, max_programs=max_programs)
 
-    if cfg.pop("variant") == "portable":
+    variant = cfg.pop("variant")
+    if variant == "portable":
         return portable(cfg)
-    hopper = paged_attn_hopper.bind(
-        q, k_cache, v_cache, block_table, out, max_seqlen_q=max_seqlen_q, scale=scale,
-        softcap=softcap, has_sinks="s" in given, has_lse=has_lse, config=cfg)
+    if variant == "hopper_decode":
+        hopper = _bind_decode(
+            q, k_cache, v_cache, block_table, out, scale=scale, window=window, softcap=softcap,
+            has_sinks="s" in given, has_lse=has_lse, config=cfg, max_programs=max_programs)
+    else:
+        hopper = paged_attn_hopper.bind(
+            q, k_cache, v_cache, block_table, out, max_seqlen_q=max_seqlen_q, scale=scale,
+            softcap=softcap, has_sinks="s" in given, has_lse=has_lse, config=cfg)
     # fmt: on
     problem = dict(zip(SPEC.problem_fields, values, strict=True))
     other = _portable_config(problem, device.current())
@@ -564,7 +577,7 @@ def _plan(
 
 
 def _by_address(hopper: _Run, portable: _Run) -> _Run:
-    """Tensor maps, and the stores of results, need addresses that divide by 16: a call knows."""
+    """Tensor maps, copies and stores of results need addresses that divide by 16: a call knows."""
     addressable = not device.current().compile_only
 
     # fmt: off
@@ -655,6 +668,86 @@ def _bind_portable(
         attend(q, k, v, table, lens, cu, sinks, out, lse, part, *numbers)
         if combine is not None:
             combine(lens, cu, sinks, out, lse, part, *merge_numbers)
+
+    # fmt: on
+    return run
+
+
+def _bind_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+    has_lse: bool,
+    config: Config,
+    max_programs: int,
+) -> _Run:
+    """The same for ``paged_attn_decode_hopper``, with arguments in the order of ``_by_address``."""
+    n_tokens, n_heads, head_dim = q.shape
+    block_size, n_kv_heads = k_cache.shape[1:3]
+    splits = config["SPLITS"]
+    tiles = paged_attn_decode_hopper.tiles_of(n_tokens, n_heads, n_kv_heads)
+    shared = {
+        "N_HEADS": n_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "HAS_WINDOW": window is not None,
+        "HAS_SINKS": has_sinks,
+        "HAS_LSE": has_lse,
+    }
+    options = {**device.rounding_each_step(), **({"launch_pdl": True} if config["PDL"] else {})}
+    attend = bind(
+        paged_attn_decode_hopper._paged_attn_decode_hopper_kernel,
+        (tiles * splits,),
+        **shared,
+        N_KV_HEADS=n_kv_heads,
+        K_TOKEN=k_cache.stride(1),
+        V_TOKEN=v_cache.stride(1),
+        SAME_STRIDES=k_cache.stride()[:2] == v_cache.stride()[:2],
+        HAS_SOFTCAP=softcap is not None,
+        R=paged_attn_decode_hopper.heads_of_tile(n_heads // n_kv_heads),
+        N=config["BLOCK_N"],
+        STAGES=config["num_stages"],
+        W=config["num_warps"],
+        SPLITS=splits,
+        MIN_SHARE=config["MIN_SHARE"],
+        PDL=config["PDL"],
+        num_warps=config["num_warps"],
+        **options,
+    )
+    combine, n_merges = None, 0
+    if splits > 1:
+        facts = {**shared, "BLOCK_D": head_dim, "MULTI": False}
+        combine, n_merges = bind_combine(facts, n_tokens * n_heads, config, max_programs, options)
+    n_parts = n_tokens * n_heads * splits if splits > 1 else 0
+    log2e = math.log2(math.e)
+    factor = scale * log2e if softcap is None else scale / softcap
+    cap = 0.0 if softcap is None else softcap * log2e
+    sixteens = [
+        stride * q.element_size() // 16
+        for t, dims in ((q, (0, 1)), (k_cache, (0, 2)), (v_cache, (0, 2)))
+        for stride in (t.stride(dim) for dim in dims)
+    ]
+    # fmt: off
+    numbers = (*sixteens, block_table.stride(0), *out.stride()[:2], n_parts, window or 0,
+               block_table.shape[1] - 1, factor, cap)
+    merge_numbers = (*out.stride()[:2], n_parts, window or 0, 1, n_merges)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor,
+            lens: torch.Tensor, cu: Any, out: torch.Tensor, lse: Any, sinks: Any) -> None:
+        lse, sinks = out if lse is None else lse, q if sinks is None else sinks
+        part = out
+        if combine is not None:  # results of head_dim numbers each, then their lse
+            part = torch.empty(n_parts * (head_dim + 1), dtype=torch.float32, device=q.device)
+        attend(q, k, v, table, lens, sinks, out, lse, part, *numbers)
+        if combine is not None:
+            combine(lens, lens, sinks, out, lse, part, *merge_numbers)
 
     # fmt: on
     return run
@@ -853,7 +946,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     if not dev.registers:
         return space
     if dev.arch == "sm90":
-        space["variant"] = ["portable", "hopper"]
+        space["variant"] = ["portable", "hopper", "hopper_decode"]
     return {
         **space,
         "PDL": [False, True] if _has_pdl(dev) else [False],
@@ -972,6 +1065,15 @@ _HOPPER: Config = {
     "num_warps": 4,
 }
 
+# What its body for decode has no choice of.
+_DECODE: Config = {
+    "variant": "hopper_decode",
+    "BLOCK_M": 16,
+    "PACK_HEADS": True,
+    "PEEL": False,
+    "programs_per_core": 0,
+}
+
 
 def _why_not_hopper(config: Config, problem: Problem, dev: Device) -> str | None:
     p = problem
@@ -986,11 +1088,25 @@ def _why_not_hopper(config: Config, problem: Problem, dev: Device) -> str | None
     return paged_attn_hopper.why_illegal(config, p["head_dim"], p["block_size"], dev)
 
 
+def _why_not_decode(config: Config, problem: Problem, dev: Device) -> str | None:
+    if why := paged_attn_decode_hopper.why_unfit(problem, dev):
+        return why
+    if wrong := [f"{n} {v}" for n, v in _DECODE.items() if config[n] != v]:
+        return f"variant hopper_decode has {', '.join(wrong)}"
+    if config["SPLITS"] < 1 or config["MIN_SHARE"] < 1:
+        return "SPLITS and MIN_SHARE must be 1 or more"
+    return paged_attn_decode_hopper.why_illegal(config, problem["head_dim"], dev)
+
+
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if config["variant"] == "hopper":
         return _why_not_hopper(config, problem, dev)
+    if config["variant"] == "hopper_decode":
+        return _why_not_decode(config, problem, dev)
     if config["variant"] != "portable":
-        return f"variant must be portable or hopper, got {config['variant']!r}"
+        return (
+            f"variant must be portable, hopper or hopper_decode, got {config['variant']!r}"
+        )
     m, n, block_size = config["BLOCK_M"], config["BLOCK_N"], problem["block_size"]
     for name in ("BLOCK_M", "BLOCK_N"):
         if config[name] < 16 or config[name] & (config[name] - 1):
