@@ -123,38 +123,46 @@ def _fetch(
     W: gl.constexpr = k_s.shape[1]
     N: gl.constexpr = k_s.shape[2]
     D: gl.constexpr = k_s.shape[3]
-    P: gl.constexpr = N if N < BLOCK_SIZE else BLOCK_SIZE  # rows of a page, or all
+    ROWS: gl.constexpr = 256 // D  # of an instruction
     w = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, lines)))
-    n = gl.arange(0, P, gl.SliceLayout(0, gl.SliceLayout(2, lines)))
+    n = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, lines)))
     d = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, lines)))
-    k_rows = (n * K_TOKEN)[None, :, None] + d[None, None, :]
-    v_rows = (n * V_TOKEN)[None, :, None] + d[None, None, :]
-    whole = pos + W * N <= high
+    at = pos + w * N
+    k_page, v_page = _page_at(at, pages[0], high, stride_kb, stride_vb, SAME)
+    if N < BLOCK_SIZE:
+        k_page += at % BLOCK_SIZE * K_TOKEN
+        v_page += at % BLOCK_SIZE * V_TOKEN
+    k_cells, v_cells = k_page[:, None], v_page[:, None]
+    for i in gl.static_range(1, N // BLOCK_SIZE if N > BLOCK_SIZE else 1):
+        k_page, v_page = _page_at(
+            at + i * BLOCK_SIZE, pages[i], high, stride_kb, stride_vb, SAME)
+        mine = (n // BLOCK_SIZE == i).to(gl.int64)[None, :]
+        k_cells = k_cells * (1 - mine) + k_page[:, None] * mine
+        v_cells = v_cells * (1 - mine) + v_page[:, None] * mine
+    # What a lane adds, then what an instruction does, which it has room for as a constant.
+    row, step = n % ROWS, n % BLOCK_SIZE // ROWS * ROWS
+    k_from = k_at + k_cells[:, :, None] + (row * K_TOKEN)[None, :, None] + d[None, None, :]
+    v_from = v_at + v_cells[:, :, None] + (row * V_TOKEN)[None, :, None] + d[None, None, :]
+    k_from += (step * K_TOKEN)[None, :, None]
+    v_from += (step * V_TOKEN)[None, :, None]
+    seen = n[None, :] < (high - at)[:, None]
     if HAS_WINDOW:
-        whole = whole & (pos >= low)
-    for i in gl.static_range(N // P):
-        at = pos + w * N + i * P  # of each warp
-        k_to = k_s.index(stage).slice(i * P, P, 1)
-        v_to = v_s.index(stage).slice(i * P, P, 1)
-        # A page that is wholly out of sight may have any number.
-        page = gl.where(at < high, pages[i], 0).to(gl.int64)
-        k_page = page * (stride_kb.to(gl.int64) * 8)
-        v_page = k_page if SAME else page * (stride_vb.to(gl.int64) * 8)
-        if N < BLOCK_SIZE:
-            k_page += at % BLOCK_SIZE * K_TOKEN
-            v_page = k_page if SAME else v_page + at % BLOCK_SIZE * V_TOKEN
-        k_from = (k_at + k_page)[:, None, None] + k_rows
-        v_from = (v_at + v_page)[:, None, None] + v_rows
-        if whole:
-            _load_async(k_to, k_from)
-            _load_async(v_to, v_from)
-        else:
-            seen = n[None, :] < (high - at)[:, None]
-            if HAS_WINDOW:
-                seen = seen & (n[None, :] >= (low - at)[:, None])
-            seen = seen[:, :, None] & (d >= 0)[None, None, :]
-            _load_async(k_to, k_from, mask=seen)
-            _load_async(v_to, v_from, mask=seen)
+        seen = seen & (n[None, :] >= (low - at)[:, None])
+    seen = seen[:, :, None] & (d >= 0)[None, None, :]
+    _load_async(k_s.index(stage), k_from, mask=seen)
+    _load_async(v_s.index(stage), v_from, mask=seen)
+
+
+@gluon.jit
+def _page_at(pos, page, high, stride_kb, stride_vb, SAME: gl.constexpr):
+    """Where pages of K and of V begin, in elements."""
+    # A page that is wholly out of sight may have any number.
+    page = gl.where(pos < high, page, 0).to(gl.int64)
+    k_page = page * stride_kb * 8
+    v_page = k_page
+    if not SAME:
+        v_page = page * stride_vb * 8
+    return k_page, v_page
 
 
 @gluon.jit(do_not_specialize=["n_parts", "window", "last_column"])
@@ -248,10 +256,10 @@ def _paged_attn_decode_hopper_kernel(
         of_warps = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, scores)))
         n = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, scores)))
         n = (of_warps * N)[:, None] + n[None, :]
+        stage, before = steps * 0, steps * 0 + (STAGES - 1)
         for i in range(steps):
-            stage = i % STAGES
             if i + STAGES - 1 < steps:
-                _fetch((i + STAGES - 1) % STAGES, pos + (STAGES - 1) * stride, pages, low,
+                _fetch(before, pos + (STAGES - 1) * stride, pages, low,
                        context_len, k_at, v_at, stride_kb, stride_vb, k_s, v_s, K_TOKEN, V_TOKEN,
                        SAME_STRIDES, BLOCK_SIZE, HAS_WINDOW, lines)
             _commit()
@@ -274,6 +282,8 @@ def _paged_attn_decode_hopper_kernel(
             v = v_s.index(stage).permute([0, 2, 1]).load(left)
             acc = ampere.mma_v2(v, weights, acc * shrink[:, None, :])
             pos += stride
+            before = stage
+            stage = gl.where(stage == STAGES - 1, 0, stage + 1)
 
         # The warps' results, and a sink.
         r = gl.arange(0, R, gl.SliceLayout(0, heads_line))
