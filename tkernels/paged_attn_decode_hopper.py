@@ -91,25 +91,32 @@ def _queries(
 
 
 @gluon.jit
-def _pages(pos, w, table_ptr, last_column, BLOCK_SIZE: gl.constexpr, N: gl.constexpr):
-    """Table entries [W] of the keys pos + w * N .. of each warp, one page after the other."""
+def _pages(
+    pos, w, table_ptr, last_column, BLOCK_SIZE: gl.constexpr, N: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+):
+    """Table entries [W] of the keys pos + w * N .. of each warp, one page after the other.
+
+    AT_ONCE: the compiler must not put the loads off until it is known that they are needed.
+    """
     pages = gl.tuple([])
     for i in gl.static_range(N // BLOCK_SIZE if N > BLOCK_SIZE else 1):
         # Past a sequence's columns the table may say anything, and it ends somewhere.
         column = gl.minimum((pos + w * N) // BLOCK_SIZE + i, last_column)
-        pages = pages + gl.tuple([gl.load(table_ptr + column)])
+        pages = pages + gl.tuple([gl.load(table_ptr + column, volatile=AT_ONCE)])
     return pages
 
 
 @gluon.jit
 def _first_pages(
     pos, stride, w, table_ptr, last_column, BLOCK_SIZE: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, AT_ONCE: gl.constexpr,
 ):
     """Those of the first STAGES steps."""
     pages = gl.tuple([])
     for i in gl.static_range(STAGES):
-        pages = pages + _pages(pos + i * stride, w, table_ptr, last_column, BLOCK_SIZE, N)
+        pages = pages + _pages(
+            pos + i * stride, w, table_ptr, last_column, BLOCK_SIZE, N, AT_ONCE)
     return pages
 
 
@@ -219,7 +226,7 @@ def _paged_attn_decode_hopper_kernel(
         base = low // BLOCK_SIZE * BLOCK_SIZE
     else:  # as if all SPLITS had a share
         ahead = _first_pages(
-            split * G, SPLITS * G, w, table_ptr, last_column, BLOCK_SIZE, N, STAGES)
+            split * G, SPLITS * G, w, table_ptr, last_column, BLOCK_SIZE, N, STAGES, True)
     q = _queries(q_ptr + token * stride_qt * 8, head0, PACK - within, stride_qh, W, R, D, right)
     shares = (context_len - base + MIN_SHARE - 1) // MIN_SHARE
     used = gl.minimum(gl.maximum(shares, 1), SPLITS)
@@ -232,10 +239,12 @@ def _paged_attn_decode_hopper_kernel(
         steps = gl.maximum(end - first + used - 1, 0) // used
         pos, stride = base + first * G, used * G
         if HAS_WINDOW:
-            ahead = _first_pages(pos, stride, w, table_ptr, last_column, BLOCK_SIZE, N, STAGES)
-        elif SPLITS > 1:
+            ahead = _first_pages(
+                pos, stride, w, table_ptr, last_column, BLOCK_SIZE, N, STAGES, False)
+        elif SPLITS > 1:  # noqa: SIM102 (what is known at compile time stands alone)
             if used < SPLITS:
-                ahead = _first_pages(pos, stride, w, table_ptr, last_column, BLOCK_SIZE, N, STAGES)
+                ahead = _first_pages(
+                    pos, stride, w, table_ptr, last_column, BLOCK_SIZE, N, STAGES, False)
         for i in gl.static_range(STAGES - 1):
             if i < steps:
                 pages = gl.tuple([])
@@ -263,7 +272,7 @@ def _paged_attn_decode_hopper_kernel(
                        context_len, k_at, v_at, stride_kb, stride_vb, k_s, v_s, K_TOKEN, V_TOKEN,
                        SAME_STRIDES, BLOCK_SIZE, HAS_WINDOW, lines)
             _commit()
-            pages = _pages(pos + STAGES * stride, w, table_ptr, last_column, BLOCK_SIZE, N)
+            pages = _pages(pos + STAGES * stride, w, table_ptr, last_column, BLOCK_SIZE, N, False)
             _wait(STAGES - 1)
 
             s = ampere.mma_v2(k_s.index(stage).load(left), q, zero) * score_scale

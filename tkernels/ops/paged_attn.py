@@ -966,7 +966,39 @@ def _default_config(problem: Problem, dev: Device) -> Config:
         config = {**_HOPPER, **body, "MIN_SHARE": 2048}
         if _why_not_hopper(config, problem, dev) is None:
             return config
+    if DECODE_ON_HOPPER and paged_attn_decode_hopper.why_unfit(problem, dev) is None:
+        return decode_config(problem, dev)
     return _portable_config(problem, dev)
+
+
+# Whether decode on Hopper takes its own body where it can.
+DECODE_ON_HOPPER = False
+
+
+def decode_config(problem: Problem, dev: Device) -> Config:
+    """Of the body for decode on Hopper: few tiles are shared by the warps of a program first.
+
+    A core holds up to 192 KB of keys and values on their way.
+    """
+    p = problem
+    tiles = paged_attn_decode_hopper.tiles_of(p["batch"], p["num_heads"], p["num_kv_heads"])
+    keys, group = _most_keys(p), p["num_heads"] // p["num_kv_heads"]
+    warps = 1
+    while warps < 4 and 2 * warps * tiles <= 4 * dev.num_cores and 128 * warps <= keys:
+        warps *= 2
+    programs = max(1, 4 // warps) * dev.num_cores
+    splits = max(1, min(programs // tiles, 64, cdiv(keys, 64 * warps)))
+    if splits == 1 and keys > 4096:
+        splits = max(1, min(8, keys // 2048))
+    return {
+        **_DECODE,
+        "BLOCK_N": 16 if group > 8 else 32,
+        "SPLITS": splits,
+        "MIN_SHARE": 64 * warps,
+        "PDL": True,
+        "num_warps": warps,
+        "num_stages": 3,
+    }
 
 
 def _suits_hopper(problem: Problem, dev: Device) -> bool:
@@ -1104,9 +1136,7 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if config["variant"] == "hopper_decode":
         return _why_not_decode(config, problem, dev)
     if config["variant"] != "portable":
-        return (
-            f"variant must be portable, hopper or hopper_decode, got {config['variant']!r}"
-        )
+        return f"variant must be portable, hopper or hopper_decode, got {config['variant']!r}"
     m, n, block_size = config["BLOCK_M"], config["BLOCK_N"], problem["block_size"]
     for name in ("BLOCK_M", "BLOCK_N"):
         if config[name] < 16 or config[name] & (config[name] - 1):
