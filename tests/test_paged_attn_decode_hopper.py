@@ -15,6 +15,7 @@ import torch
 from tests.compiled_for import lines_of
 from tkernels import device, paged_attn_decode_hopper
 from tkernels.attention_cases import paged_problem
+from tkernels.ops import paged_attn
 from tkernels.ops.paged_attn import SPEC, decode_config
 from tkernels.registry import Config
 from tkernels.testing import assert_right, tensors_of
@@ -77,6 +78,32 @@ def test_it_is_among_what_the_tuner_tries() -> None:
     chunk = paged_problem((100,), "32/8x128", BF16, q_lens=(50,))
     why = SPEC.why_illegal(decode_config(chunk, SM90), chunk, SM90)
     assert "without cu_seqlens_q" in str(why)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "changed", "variant"),
+    [
+        ("32/8x128", BF16, {}, "hopper_decode"),
+        ("32/8x64", FP16, {"window": 100}, "hopper_decode"),
+        ("32/8x96", BF16, {}, "portable"),
+        ("32/8x128", torch.float32, {}, "portable"),
+        ("32/8x128", BF16, {"q_lens": (1, 1)}, "portable"),
+    ],
+)
+def test_what_the_default_is(
+    heads: str,
+    dtype: torch.dtype,
+    changed: dict[str, Any],
+    variant: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = paged_problem((700, 20), heads, dtype, **changed)
+    for on in (False, True):
+        monkeypatch.setattr(paged_attn, "DECODE_ON_HOPPER", on)
+        for dev in (SM90, device.sm_facts(100), device.ascend_facts()):
+            chosen = SPEC.default_config(problem, dev)
+            assert chosen["variant"] == (variant if on and dev is SM90 else "portable")
+            assert dev.is_npu or SPEC.why_illegal(chosen, problem, dev) is None
 
 
 @pytest.mark.parametrize("context", [64, 1024, 4096, 32768])
