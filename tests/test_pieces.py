@@ -390,10 +390,14 @@ def test_steps_that_keep_the_device_busy_have_no_pieces() -> None:
 # ---- the engine ----------------------------------------------------------------------------------
 
 
-def answers(pieces: bool, blocks: int, prompts: list[list[int]], **more: Any) -> tuple[Any, Engine]:
+def answers(
+    pieces: bool, blocks: int, prompts: list[list[int]], *, whole: bool = False, **more: Any
+) -> tuple[Any, Engine]:
+    """``whole``: steps with one prompt as one graph."""
     engine = plain.new_engine(blocks, "none", OPS, max_num_batched_tokens=24, **more)
     if pieces:
         engine.runner.capture_prompts(24, more["max_num_seqs"])
+        engine.runner.prompts = engine.runner.prompts if whole else None
     for prompt in prompts:
         engine.add(prompt, limits=Limits(6, plain.FOREVER))
     found = plain.run_all(engine)
@@ -485,6 +489,7 @@ def test_the_engine_on_the_device_answers_alike() -> None:
     for graphs in (False, True):
         runner = Runner(model, tkernels, num_blocks=64, max_positions=256)
         engine = Engine(runner, max_num_seqs=4, max_num_batched_tokens=40, graphs=graphs)
+        runner.prompts = None
         found.append(
             [a.token_ids for a in engine.generate(prompts, limits=Limits(12, frozenset()))]
         )
