@@ -144,27 +144,12 @@ def test_goals_are_told_of_our_rows(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize("name", ["torch", "torch-graph"])
-def test_torch_computes_the_same(name: str, renormalize: bool) -> None:
+def test_torch_computes_the_same(renormalize: bool) -> None:
     experts = dataclasses.replace(tiny(), renormalize=renormalize)
-    layer = PEERS[name].make(experts)
+    layer = PEERS["torch"].make(experts)
     for one in given(17, "zipf", count=2):
         expected = moe.expected(experts, one).float()
-        testing.assert_close(layer(one), expected, what=name, factor=3)
-
-
-def test_what_a_graph_holds_reads_no_value() -> None:
-    """Of torch-graph; torch counts with bincount, whose size depends on values."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode() as mode:
-        experts = dataclasses.replace(
-            tiny(), gate_up=mode.from_tensor(tiny().gate_up), down=mode.from_tensor(tiny().down)
-        )
-        one = Inputs(torch.empty(5, 48, dtype=torch.bfloat16), torch.empty(5, 8))
-        assert PEERS["torch-graph"].make(experts)(one).shape == (5, 48)
-        with pytest.raises(Exception, match="bincount"):
-            PEERS["torch"].make(experts)(one)
+        testing.assert_close(layer(one), expected, what="torch", factor=3)
 
 
 def _packages(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None:
@@ -266,14 +251,14 @@ def test_triton_kernels_is_called_as_it_asks(
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With our kernels in the interpreter."""
     out = tmp_path / "rows.json"
-    more = ["--rounds", "1", "--peers", "torch,torch-graph", "--json", str(out)]
+    more = ["--rounds", "1", "--peers", "torch", "--json", str(out)]
     assert main([*SMALL, *more]) == 0
     found = json.loads(out.read_text())
     assert found["command"] == "moe"
     assert found["roof"]["copy_gbps"] == 2
     rows = found["rows"]
     assert [(r["weights"], r["provider"]) for r in rows] == [
-        ("bf16", "tkernels"), ("bf16", "torch"), ("bf16", "torch-graph"), ("w8a8", "tkernels")
+        ("bf16", "tkernels"), ("bf16", "torch"), ("w8a8", "tkernels")
     ]  # fmt: skip
     for row in rows:
         assert (row["shape"], row["tokens"], row["routing"]) == ("tiny-moe", 3, "zipf")
@@ -344,7 +329,7 @@ def test_missing_peers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert "bench: peer vllm is left out: ModuleNotFoundError:" in said.err
     assert "bench: peer triton_kernels is left out: ModuleNotFoundError:" in said.err
     assert [line.split()[4] for line in said.out.splitlines() if " zipf " in line] == [
-        "tkernels", "torch", "torch-graph"
+        "tkernels", "torch"
     ]  # fmt: skip
     assert main([*SMALL, "--peers", "vllm"]) == 2
     assert "--peers vllm must be importable, got ModuleNotFoundError" in capsys.readouterr().err
@@ -380,7 +365,7 @@ def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("--tokens 0", "--tokens must be whole numbers >= 1 like 1,16, got '0'"),
         ("--routing even", "--routing must be of uniform, zipf, got 'even'"),
         ("--weights fp8", "--weights must be of bf16, w8a8, got 'fp8'"),
-        ("--peers cutlass", "--peers must be of torch, torch-graph, vllm, triton_kernels, got"),
+        ("--peers cutlass", "--peers must be of torch, vllm, triton_kernels, got"),
         ("--seed -1", "--seed must be 0 or more, got -1"),
         ("--json /proc/none/rows.json", "/proc/none/rows.json must be a writable file"),
     ],
@@ -395,10 +380,10 @@ def test_refused(options: str, words: str, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.gpu
 def test_command_on_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
-    more = ["--shape", "tiny-moe", "--peers", "torch,torch-graph", "--json", str(out)]
+    more = ["--shape", "tiny-moe", "--peers", "torch", "--json", str(out)]
     assert main([*SMALL, *more]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(r["weights"], r["provider"], r["method"]) for r in rows] == [
         ("bf16", "tkernels", "graph"), ("bf16", "torch", "events"),
-        ("bf16", "torch-graph", "graph"), ("w8a8", "tkernels", "graph"),
+        ("w8a8", "tkernels", "graph"),
     ]  # fmt: skip

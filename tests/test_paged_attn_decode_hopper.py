@@ -91,19 +91,13 @@ def test_it_is_among_what_the_tuner_tries() -> None:
     ],
 )
 def test_what_the_default_is(
-    heads: str,
-    dtype: torch.dtype,
-    changed: dict[str, Any],
-    variant: str,
-    monkeypatch: pytest.MonkeyPatch,
+    heads: str, dtype: torch.dtype, changed: dict[str, Any], variant: str
 ) -> None:
     problem = paged_problem((700, 20), heads, dtype, **changed)
-    for on in (False, True):
-        monkeypatch.setattr(paged_attn, "DECODE_ON_HOPPER", on)
-        for dev in (SM90, device.sm_facts(100), device.ascend_facts()):
-            chosen = SPEC.default_config(problem, dev)
-            assert chosen["variant"] == (variant if on and dev is SM90 else "portable")
-            assert dev.is_npu or SPEC.why_illegal(chosen, problem, dev) is None
+    for dev in (SM90, device.sm_facts(100), device.ascend_facts()):
+        chosen = SPEC.default_config(problem, dev)
+        assert chosen["variant"] == (variant if dev is SM90 else "portable")
+        assert dev.is_npu or SPEC.why_illegal(chosen, problem, dev) is None
 
 
 @pytest.mark.parametrize("context", [64, 1024, 4096, 32768])

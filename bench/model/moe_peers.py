@@ -3,7 +3,6 @@
 torch           torch._grouped_mm between sorts and gathers, as one writes it by hand. Counting
                 by bincount waits for the device, so it can only be launched operation by
                 operation, and the host's time is in it
-torch-graph     the same with counts by a search in the sorted experts: a graph can be captured
 vllm            fused_topk and fused_experts of vLLM: its Triton kernel with its own configs
 triton_kernels  Triton's grouped product (matmul_ogs) between its routing and its sum
 """
@@ -47,10 +46,9 @@ class Peer:
         return ": ".join(str(word) for word in words if word)
 
 
-def _torch(experts: Experts, *, waits: bool) -> Layer:
+def _torch(experts: Experts) -> Layer:
     top_k, n_experts = experts.top_k, len(experts.gate_up)
     gate_up, down = experts.gate_up.transpose(1, 2), experts.down.transpose(1, 2)
-    each = torch.arange(n_experts, device=experts.gate_up.device)
 
     def layer(one: Inputs) -> torch.Tensor:
         x = one.x
@@ -58,12 +56,8 @@ def _torch(experts: Experts, *, waits: bool) -> Layer:
         if experts.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
         flat = ids.flatten()
-        if waits:
-            order = flat.argsort(stable=True)
-            ends = torch.bincount(flat, minlength=n_experts).cumsum(0).to(torch.int32)
-        else:
-            ordered, order = flat.sort(stable=True)
-            ends = torch.searchsorted(ordered, each, right=True, out_int32=True)
+        order = flat.argsort(stable=True)
+        ends = torch.bincount(flat, minlength=n_experts).cumsum(0).to(torch.int32)
         token = order // top_k
         gate, up = torch._grouped_mm(x[token], gate_up, ends).chunk(2, -1)
         y = torch._grouped_mm(functional.silu(gate) * up, down, ends)
@@ -144,8 +138,7 @@ def _triton_kernels(experts: Experts) -> Layer:
 
 
 PEERS: Mapping[str, Peer] = {
-    "torch": Peer(lambda e: _torch(e, waits=True), "torch", captured=False),
-    "torch-graph": Peer(lambda e: _torch(e, waits=False), "torch"),
+    "torch": Peer(_torch, "torch", captured=False),
     "vllm": Peer(_vllm, "vllm.model_executor.layers.fused_moe", ("bf16", "w8a8")),
     "triton_kernels": Peer(_triton_kernels, "triton_kernels.matmul_ogs"),
 }

@@ -966,38 +966,39 @@ def _default_config(problem: Problem, dev: Device) -> Config:
         config = {**_HOPPER, **body, "MIN_SHARE": 2048}
         if _why_not_hopper(config, problem, dev) is None:
             return config
-    if DECODE_ON_HOPPER and paged_attn_decode_hopper.why_unfit(problem, dev) is None:
+    if paged_attn_decode_hopper.why_unfit(problem, dev) is None:
         return decode_config(problem, dev)
     return _portable_config(problem, dev)
 
 
-# Whether decode on Hopper takes its own body where it can.
-DECODE_ON_HOPPER = False
-
-
 def decode_config(problem: Problem, dev: Device) -> Config:
-    """Of the body for decode on Hopper: few tiles are shared by the warps of a program first.
+    """Of the body for decode on Hopper, by what an H200 took least time for.
 
-    A core holds up to 192 KB of keys and values on their way.
+    A core holds 192 KB of keys and values on their way, of 4 warps with 3 steps of 32 keys each.
+    Where a tile is all that a core has, its keys are shared by the warps of one program, and
+    nothing is left to combine; where there are fewer, by programs.
     """
     p = problem
     tiles = paged_attn_decode_hopper.tiles_of(p["batch"], p["num_heads"], p["num_kv_heads"])
     keys, group = _most_keys(p), p["num_heads"] // p["num_kv_heads"]
-    warps = 1
-    while warps < 4 and 2 * warps * tiles <= 4 * dev.num_cores and 128 * warps <= keys:
-        warps *= 2
-    programs = max(1, 4 // warps) * dev.num_cores
-    splits = max(1, min(programs // tiles, 64, cdiv(keys, 64 * warps)))
-    if splits == 1 and keys > 4096:
-        splits = max(1, min(8, keys // 2048))
+    warps, stages, share = 2, 3, 2048
+    splits = 1 if keys <= 4096 else min(8, keys // 2048)
+    if 2 * tiles <= dev.num_cores:
+        warps, share = 1, 64
+        most = min(4 * dev.num_cores // tiles, 64, cdiv(keys, share))
+        splits = _largest_power_of_2(max(1, most))
+    elif tiles <= dev.num_cores:
+        warps = 4
+    elif tiles >= 1024:
+        stages = 2
     return {
         **_DECODE,
         "BLOCK_N": 16 if group > 8 else 32,
         "SPLITS": splits,
-        "MIN_SHARE": 64 * warps,
+        "MIN_SHARE": share,
         "PDL": True,
         "num_warps": warps,
-        "num_stages": 3,
+        "num_stages": stages,
     }
 
 
