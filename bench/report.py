@@ -23,7 +23,7 @@ _NUMBERS = frozenset(
     {"us", "p20..p80", "GB/s", "TFLOP/s", "roof", "vs default", "change", "old us"}
     | {"launches", "call us", "bare us", "over us"}
     | {"batch", "out", "TTFT ms", "ms/token", "p99 ms", "tok/s", "of roof", "same"}
-    | {"tokens", "experts", "least", "q10..q90", "of copy", "of torch", "of graph", "of bf16"}
+    | {"tokens", "experts", "least", "q10..q90", "of copy", "of torch", "of bf16"}
 )
 
 

@@ -15,7 +15,6 @@ import torch
 from tests.compiled_for import lines_of
 from tkernels import device, paged_attn_decode_hopper
 from tkernels.attention_cases import paged_problem
-from tkernels.ops import paged_attn
 from tkernels.ops.paged_attn import SPEC, decode_config
 from tkernels.registry import Config
 from tkernels.testing import assert_right, tensors_of

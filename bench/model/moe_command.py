@@ -329,7 +329,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['tflops']:.4g}",
         f"{row['gbps']:.0f}",
         f"{row['roof_share']:.1%}",
-        *(ratio(name) for name in ("of_torch", "of_torch_graph", "of_bf16")),
+        *(ratio(name) for name in ("of_torch", "of_bf16")),
         row["method"],
     ]
 
