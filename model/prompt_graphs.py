@@ -83,10 +83,10 @@ class PromptGraphs:
 
     def fits(self, arrays: StepArrays) -> bool:
         """Whether ``logits`` takes such a step: one sequence brings more than a token."""
-        count, width = arrays.block_table.shape
+        count, width = map(int, arrays.block_table.shape)
         if width > self.max_blocks or not 2 <= len(arrays.input_ids) <= self.sizes[-1]:
             return False
-        return count_of_ones(arrays.new) == count - 1 <= self.max_beside
+        return count - 1 <= self.max_beside and count_of_ones(arrays.new) == count - 1
 
     @torch.inference_mode()
     def logits(self, arrays: StepArrays, num_logits: int | None) -> torch.Tensor:

@@ -275,7 +275,7 @@ def test_the_engine_on_the_device_answers_alike() -> None:
         answers = engine.generate(prompts, limits=Limits(12, frozenset()))
         found.append([a.token_ids for a in answers])
     assert runner.prompts is not None
-    assert runner.prompts.launched > 3
+    assert runner.prompts.launched > 2
     assert found[0] == found[1]
 
 

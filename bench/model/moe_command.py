@@ -33,8 +33,8 @@ _OUR_TOLERANCE = 2  # what is rounded on the way may be rounded another way
 
 _EPILOG = """\
 providers: tkernels (ours), and the peers torch (torch._grouped_mm, launched operation by operation,
-with the host's time), vllm and triton_kernels (where they are installed). All but torch are timed in
-captured graphs. They take turns, round by round, on the same weights and inputs; a result that
+with the host's time), vllm and triton_kernels (where they are installed). All but torch are timed
+in captured graphs. They take turns, round by round, on the same weights and inputs; a result that
 differs from the reference is told, not timed.
 
 examples:
