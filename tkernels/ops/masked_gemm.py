@@ -26,7 +26,7 @@ bits, int32 or fp32) in a workspace, and a second kernel adds these in order.
 ``SWAP`` computes the transposed tile, so that weights are the left operand, of which Hopper's
 instruction takes 64 rows and more, and x the right one, of which it takes 8. ``variant`` "tma"
 reads through tensor maps, "hopper" is another body for large tiles (``masked_gemm_hopper``), "few"
-one for few rows, all in int8 (``masked_gemm_few``).
+one for few rows, all in int8 (``masked_gemm_few``), "rows" one for several (``masked_gemm_rows``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ from typing import Any
 
 import torch
 
-from tkernels import device, masked_gemm_few, masked_gemm_hopper, w4a16_gemm_hopper
+from tkernels import (
+    device,
+    masked_gemm_few,
+    masked_gemm_hopper,
+    masked_gemm_rows,
+    w4a16_gemm_hopper,
+    w4a16_gemm_rows,
+)
 from tkernels.check import (
     check_dtype,
     check_last_contiguous,
@@ -541,11 +548,12 @@ def _plan(
     # fmt: on
     if cfg["variant"] == "portable":
         run = bound(cfg, max_programs)
-    elif cfg["variant"] == "few":
+    elif cfg["variant"] in ("few", "rows"):
         problem = dict(zip(SPEC.problem_fields, values, strict=True))
         other = _portable_config(problem, device.current())
         del other["programs_per_core"]
-        few = _bind_few((m, n, k), facts, strides, cfg, max_programs)
+        bind_few = _bind_rows if cfg["variant"] == "rows" else _bind_few
+        few = bind_few((m, n, k), facts, strides, cfg, max_programs)
         run = _by_address(few, bound(other, max_programs))
     else:
         described = _bind_hopper if cfg["variant"] == "hopper" else _bind
@@ -726,6 +734,77 @@ def _bind_few(
     return run
 
 
+def _bind_rows(
+    sizes: tuple[int, int, int],
+    facts: dict[str, bool],
+    strides: tuple[int, ...],
+    config: Config,
+    max_programs: int,
+) -> _Run:
+    """The same for ``masked_gemm_rows``."""
+    m, n, k = sizes
+    dev = device.current()
+    block_m, block_n, block_k, splits, warps = (
+        config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "num_warps")
+    )
+    n_m, n_n = cdiv(m, block_m), cdiv(n, block_n)
+    most = 0 if max_programs == dev.max_programs else max_programs
+    slices, steps = masked_gemm_rows.slices_of(config), masked_gemm_rows.steps_of(config, k)
+    tiles = w4a16_gemm_rows.tiles_of(config, m, n, most)
+    options = {
+        **device.rounding_each_step(),
+        **({"launch_pdl": True} if config["PDL"] else {}),
+    }
+    multiply = bind(
+        masked_gemm_rows._masked_gemm_rows_kernel,
+        (n_m * cdiv(n_n, tiles) * splits,),
+        HAS_BIAS=facts["HAS_BIAS"],
+        EVEN_K=k == steps * slices * block_k * splits,
+        EVEN_N=n % (block_n * tiles) == 0,
+        PDL=config["PDL"],
+        R=block_m,
+        N=block_n,
+        K=block_k,
+        S=steps,
+        T=tiles,
+        SPLIT_K=splits,
+        STAGES=config["num_stages"],
+        SLICES=slices,
+        W=warps,
+        num_warps=warps,
+        **w4a16_gemm_hopper.register_options(warps, max_programs),
+        **options,
+    )
+    numbers = (strides[0] // 16, strides[1] // 16, strides[4], n, k, m, n_m)
+    if splits > 1:
+        piece, add_warps = w4a16_gemm_rows.piece_to_add(m, n, dev)
+        n_pieces = cdiv(n, piece)
+        add = bind(
+            masked_gemm_rows._add_int8_rows_kernel,
+            (m * n_pieces,),
+            HAS_BIAS=facts["HAS_BIAS"],
+            PDL=config["PDL"],
+            SPLIT_K=splits,
+            PIECE=piece,
+            W=add_warps,
+            num_warps=add_warps,
+            **options,
+        )
+        add_numbers = (strides[4], n, n_pieces, m)
+
+    def run(*tensors: Any) -> None:
+        out, given = _stood_in(True, *tensors)
+        w, x_q, _, _, ws, xs, bias, *_ = given
+        part = out
+        if splits > 1:
+            part = torch.empty(splits * m * n, dtype=torch.int32, device=out.device)
+        multiply(w, x_q, ws, xs, bias, out, part, *numbers)
+        if splits > 1:
+            add(ws, xs, bias, out, part, *add_numbers)
+
+    return run
+
+
 def _bind_adding(
     sizes: tuple[int, int, int],
     facts: dict[str, bool],
@@ -870,7 +949,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     if _has_tma(dev):
         space["variant"] = ["portable", "tma"]
     if dev.arch == "sm90":
-        space["variant"] += ["hopper", "few"]
+        space["variant"] += ["hopper", "few", "rows"]
         space["BLOCK_M"] = [8, *space["BLOCK_M"]]
         space["programs_per_core"] = [0, 1, 2, 3, 4, 6]
     return {
@@ -883,6 +962,11 @@ def _space(dev: Device) -> dict[str, list[Any]]:
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
+    rows = masked_gemm_rows
+    if problem["m"] in rows.DEFAULT_ROWS and rows.why_unfit(problem, dev) is None:
+        config = rows.default_config(problem, dev)
+        if rows.why_illegal(config, problem, dev) is None:
+            return config
     if problem["m"] > 8 or masked_gemm_few.why_unfit(problem, dev):
         return _portable_config(problem, dev)
     return masked_gemm_few.default_config(problem, dev)
@@ -967,6 +1051,9 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if config["variant"] == "few":
         unfit = masked_gemm_few.why_unfit(problem, dev)
         return unfit or masked_gemm_few.why_illegal(config, problem, dev)
+    if config["variant"] == "rows":
+        unfit = masked_gemm_rows.why_unfit(problem, dev)
+        return unfit or masked_gemm_rows.why_illegal(config, problem, dev)
     for name, least in (("BLOCK_M", 16), ("BLOCK_N", 16), ("BLOCK_K", 32)):
         if config[name] < least or config[name] & (config[name] - 1):
             return f"{name} must be a power of two from {least} on, got {config[name]}"
@@ -975,7 +1062,7 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     variant = config["variant"]
     if variant not in ("portable", "tma", "hopper"):
-        return f"variant must be portable, tma, hopper or few, got {variant!r}"
+        return f"variant must be portable, tma, hopper, few or rows, got {variant!r}"
     if not dev.registers:
         if variant != "portable":
             return f"variant {variant} needs an NVIDIA device, got {dev.arch}"

@@ -1,0 +1,264 @@
+"""The body of ``masked_gemm`` for several int8 rows on Hopper (sm_90): ``variant`` "rows".
+
+As in ``w4a16_gemm_rows`` the warps of a program share x_q, which goes to shared memory once. Weights
+and x_q are of 8 bits as they are, so both come from there by ``ldmatrix``, and nothing is permuted.
+Sums are int32: parts of K may be added in any order.
+
+A warp has 32 outputs, where a tile has that many, and the warps left over have columns of their
+own. Scales of weights, and bias, are read before the wait for earlier kernels, or a tile ahead.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tkernels import device
+from tkernels import w4a16_gemm_hopper as w4
+from tkernels import w4a16_gemm_rows as w4_rows
+from tkernels.device import Device, cdiv, next_power_of_2
+from tkernels.masked_gemm_hopper import _as
+from tkernels.paged_attn_quantized_hopper import (
+    _let_next_kernel_start,
+    _wait_for_earlier_kernels,
+)
+from tkernels.registry import Config, Problem
+from tkernels.w4a16_gemm_hopper import _commit, _load_async, _pieces, _wait
+from tkernels.w4a16_gemm_rows import CHUNK, _fetch, _pieces_of_x, _sum_of_slices
+
+if TYPE_CHECKING:
+    from tkernels import _triton as ampere
+    from tkernels import _triton as gl
+    from tkernels import _triton as gluon
+else:
+    gl, gluon, ampere = w4.gl, w4.gluon, w4.ampere
+
+# What this body has no choice of.
+FIXED: Config = {"variant": "rows", "GROUP_M": 1, "SWAP": False}
+# Rows for which this body is the default: none, until it is timed.
+DEFAULT_ROWS = range(0)
+
+# fmt: off
+
+
+@gluon.jit
+def _of_outputs(
+    ws_ptr, bias_ptr, tile, n_cols, HAS_BIAS: gl.constexpr, N: gl.constexpr, layout: gl.constexpr,
+):
+    """[N]: scales of a tile's weights, and its bias."""
+    n = tile * N + gl.arange(0, N, layout)
+    scale = gl.load(ws_ptr + n, mask=n < n_cols, other=0.0)
+    bias = scale
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr + n, mask=n < n_cols, other=0.0).to(gl.float32)
+    return scale, bias
+
+
+@gluon.jit(do_not_specialize=["n_rows", "n_m"])
+def _masked_gemm_rows_kernel(
+    w_ptr, xq_ptr, ws_ptr, xs_ptr, bias_ptr, out_ptr, part_ptr,
+    stride_w, stride_xq,  # in units of 16 bytes
+    stride_o, n_cols, n_inner, n_rows, n_m,
+    S: gl.constexpr,  # steps that a tile takes, of K columns for each slice
+    T: gl.constexpr,  # tiles of a program
+    HAS_BIAS: gl.constexpr, EVEN_K: gl.constexpr, EVEN_N: gl.constexpr, PDL: gl.constexpr,
+    R: gl.constexpr, N: gl.constexpr, K: gl.constexpr, SPLIT_K: gl.constexpr,
+    STAGES: gl.constexpr, SLICES: gl.constexpr, W: gl.constexpr,
+):
+    STEP: gl.constexpr = SLICES * K
+    CHUNKS: gl.constexpr = K // CHUNK
+    sums: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[SLICES, W // SLICES, 1], instr_shape=[1, 16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, sums, 4)
+    right: gl.constexpr = gl.DotOperandLayout(1, sums, 4)
+    # A row of a step is fetched by neighbouring lanes: 16 bytes each.
+    LANES: gl.constexpr = K // 16
+    ACROSS: gl.constexpr = SLICES if SLICES * LANES < 32 else 32 // LANES
+    lines: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 16], [ACROSS, 32 // (LANES * ACROSS), LANES], [1, W, 1], [2, 0, 1])
+    codes: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [2, 1, 0])
+    turned3: gl.constexpr = gl.SwizzledSharedLayout(16, 2, 4, [2, 1, 0])
+    turned2: gl.constexpr = gl.SwizzledSharedLayout(16, 2, 4, [1, 0])
+    plain1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    if PDL:
+        _let_next_kernel_start()
+    split = gl.program_id(0) % SPLIT_K
+    place = gl.program_id(0) // SPLIT_K
+    row0 = place % n_m * R
+    tile0 = place // n_m * T
+    k_first = split * (S * STEP)
+
+    slices = gl.arange(0, SLICES, gl.SliceLayout(1, gl.SliceLayout(2, lines)))[:, None, None] * K
+    n = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, lines)))
+    k = gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, lines)))[None, None, :]
+    stride = stride_w.to(gl.int64) * 16
+    w_tile = w_ptr + (tile0 * N).to(gl.int64) * stride + k_first
+    w_tile = w_tile + (n.to(gl.int64) * stride)[None, :, None] + (slices + k)
+    columns = slices + k // 16 * 16
+    n_left = n_cols - tile0 * N
+    k_left = n_inner - k_first
+    w_s = gl.allocate_shared_memory(gl.int8, [STAGES, SLICES, N, K], codes)
+    for ahead in gl.static_range(STAGES - 1):
+        if ahead < S * T:
+            _fetch(w_s, w_tile, n_m * 0 + ahead, stride, n, columns, n_left, k_left, S, STAGES, N,
+                   STEP, 1, EVEN_K, EVEN_N)
+        _commit()
+    # No earlier kernel writes these either, and at the end nothing would cover the way to them.
+    WIDE: gl.constexpr = 2 if N >= 64 else 1
+    ACROSS_N: gl.constexpr = N // (32 * WIDE) if N >= 32 else 1
+    ALONG: gl.constexpr = W if W < ACROSS_N else ACROSS_N
+    rows: gl.constexpr = gl.BlockedLayout([WIDE, 1], [32, 1], [ALONG, W // ALONG], [0, 1])
+    outputs: gl.constexpr = gl.SliceLayout(1, rows)
+    if SPLIT_K == 1:
+        scale, bias = _of_outputs(ws_ptr, bias_ptr, tile0, n_cols, HAS_BIAS, N, outputs)
+    if PDL:  # nothing above reads what an earlier kernel may write, or stores
+        _wait_for_earlier_kernels()
+
+    lanes3: gl.constexpr = gl.BlockedLayout([1, 1, 16], [8, 1, 4], [W, 1, 1], [2, 1, 0])
+    lanes2: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [W, 1], [1, 0])
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    PART: gl.constexpr = (S * CHUNKS) & -(S * CHUNKS)  # the largest power of two in it
+    PARTS: gl.constexpr = S * CHUNKS // PART
+    pieces = _pieces_of_x(
+        xq_ptr, stride_xq, row0, n_rows, k_first, n_inner, 0, PARTS, PART, 16, 1, R, K, SLICES,
+        EVEN_K, lanes3)
+    if SPLIT_K == 1:
+        r = row0 + gl.arange(0, R, line)
+        x_scale = gl.load(xs_ptr + r, mask=r < n_rows, other=0.0)
+        xs_s = gl.allocate_shared_memory(gl.float32, [R], plain1, x_scale)
+    x_s = gl.allocate_shared_memory(gl.int8, [S * CHUNKS, SLICES, R, CHUNK], turned3)
+    x_all = _as(x_s, gl.int8, [PARTS, PART * SLICES * R, CHUNK], turned2)
+    for piece in gl.static_range(PARTS):
+        x = gl.reshape(pieces[piece], [PART * SLICES * R, CHUNK])
+        x_all.index(piece).store(gl.convert_layout(x, lanes2, assert_trivial=True))
+
+    for t in range(T):
+        acc = gl.full([SLICES, N, R], 0, gl.int32, sums)
+        for i in range(S):
+            f = t * S + i
+            if STAGES - 1 < S * T:  # else all has been asked for
+                if f + STAGES - 1 < S * T:
+                    _fetch(w_s, w_tile, f + STAGES - 1, stride, n, columns, n_left, k_left, S,
+                           STAGES, N, STEP, 1, EVEN_K, EVEN_N)
+            _commit()
+            _wait(STAGES - 1)
+            weights = _pieces(w_s.index(f % STAGES).load(left), CHUNKS)
+            for j in gl.static_range(CHUNKS):
+                columns_of_x = x_s.index(i * CHUNKS + j).permute([0, 2, 1]).load(right)
+                acc = ampere.mma_v2(weights[j], columns_of_x, acc)
+        whole = _sum_of_slices(acc, rows)
+        o = (tile0 + t) * N + gl.arange(0, N, outputs)
+        m = row0 + gl.arange(0, R, gl.SliceLayout(0, rows))
+        there = (o < n_cols)[:, None] & (m < n_rows)[None, :]
+        m = m.to(gl.int64)
+        if SPLIT_K > 1:
+            parts = part_ptr + ((m + split.to(gl.int64) * n_rows) * n_cols)[None, :]
+            gl.store(parts + o[:, None], whole, mask=there)
+        else:
+            y = whole.to(gl.float32) * xs_s.load(gl.SliceLayout(0, rows))[None, :]
+            y = y * scale[:, None]
+            if HAS_BIAS:
+                y = y + bias[:, None]
+            outs = out_ptr + (m * stride_o)[None, :]
+            gl.store(outs + o[:, None], y.to(out_ptr.dtype.element_ty), mask=there)
+            if T > 1:
+                scale, bias = _of_outputs(
+                    ws_ptr, bias_ptr, tile0 + t + 1, n_cols, HAS_BIAS, N, outputs)
+
+
+@gluon.jit(do_not_specialize=["n_rows"])
+def _add_int8_rows_kernel(
+    ws_ptr, xs_ptr, bias_ptr, out_ptr, part_ptr, stride_o, n_cols, n_pieces, n_rows,
+    HAS_BIAS: gl.constexpr, PDL: gl.constexpr, SPLIT_K: gl.constexpr, PIECE: gl.constexpr,
+    W: gl.constexpr,
+):
+    """Results of what the programs of a tile left. A program has PIECE of a row."""
+    line: gl.constexpr = gl.BlockedLayout([PIECE // (32 * W)], [32], [W], [0])
+    if PDL:
+        _let_next_kernel_start()
+    row = gl.program_id(0) // n_pieces
+    scale, bias = _of_outputs(
+        ws_ptr, bias_ptr, gl.program_id(0) % n_pieces, n_cols, HAS_BIAS, PIECE, line)
+    if PDL:
+        _wait_for_earlier_kernels()
+    cols = gl.program_id(0) % n_pieces * PIECE + gl.arange(0, PIECE, line)
+    ok = cols < n_cols
+    whole = gl.full([PIECE], 0, gl.int32, line)
+    row64 = row.to(gl.int64)
+    for split in gl.static_range(SPLIT_K):
+        parts = part_ptr + (row64 + n_rows.to(gl.int64) * split) * n_cols
+        whole = whole + gl.load(parts + cols, mask=ok, other=0)
+    y = whole.to(gl.float32) * gl.load(xs_ptr + row) * scale
+    if HAS_BIAS:
+        y = y + bias
+    gl.store(out_ptr + row64 * stride_o + cols, y.to(out_ptr.dtype.element_ty), mask=ok)
+
+
+# fmt: on
+
+# ---- host --------------------------------------------------------------------------------------
+
+
+def why_unfit(problem: Problem, dev: Device) -> str | None:
+    """Reason why this body cannot serve such a problem, whatever the config; None: it can."""
+    if dev.arch != "sm90":
+        return f"variant rows needs an sm90 device, got {dev.arch}"
+    if not device.is_there(gl):
+        return "variant rows needs a triton that has Gluon (3.6 or newer), got none"
+    if problem["path"] != "int8":
+        return f"variant rows has int8 rows alone, got path {problem['path']}"
+    if not problem["aligned"]:
+        return "variant rows needs rows that divide by 16 bytes"
+    return None
+
+
+def slices_of(config: Config) -> int:
+    """``SLICES``: parts of a step, each for warps of its own."""
+    return int(config["num_warps"]) // max(1, min(config["num_warps"], config["BLOCK_N"] // 32))
+
+
+def steps_of(config: Config, k: int) -> int:
+    """``S``: steps of a program."""
+    return w4_rows.steps_of({**config, "SLICES": slices_of(config)}, k)
+
+
+def default_config(problem: Problem, dev: Device) -> Config:
+    """Not timed yet: programs that all run at once, and a part of K of about 1024 columns."""
+    m, k = problem["m"], problem["k"]
+    rows = max(8, next_power_of_2(m))
+    return {
+        "BLOCK_M": min(64, rows),
+        "BLOCK_N": 64,
+        "BLOCK_K": 128,
+        "SPLIT_K": 1 if k <= 4096 else 3,
+        "programs_per_core": 0,
+        "PDL": True,
+        "num_warps": 4,
+        "num_stages": 4,
+        **FIXED,
+    }
+
+
+def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
+    """Reason why a config of this body cannot be launched; None: it can."""
+    if wrong := [f"{name} {value}" for name, value in FIXED.items() if config[name] != value]:
+        return f"variant rows has {', '.join(wrong)}"
+    if not 1 <= config["SPLIT_K"] <= 64:
+        return f"SPLIT_K must be 1 to 64, got {config['SPLIT_K']}"
+    if why := w4_rows.why_no_tiles(config):
+        return why
+    r, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+    warps, stages, slices = config["num_warps"], config["num_stages"], slices_of(config)
+    per_core = config["programs_per_core"]
+    if not 16 <= (a_warp := n * slices // warps) <= 64:
+        return f"a warp has 16 to 64 of the outputs, got {a_warp}"
+    steps = steps_of(config, problem["k"])
+    used = slices * (stages * n * k + steps * r * k + 4 * (n + 4) * (r + 4)) + 4 * r + 1024
+    if used > dev.local_mem_bytes:
+        return f"the tiles take {used} bytes of shared memory, more than {dev.local_mem_bytes}"
+    # Sums, a step's weights, x of a product.
+    taken = (a_warp * r + a_warp * k // 4) // 32 + r // 2
+    taken = max(taken, w4_rows.x_registers(steps * slices * k * r, warps))
+    if (left := w4.most_registers(warps, per_core)) < 40 + taken:
+        return f"{per_core} programs of {warps} warps leave {left} registers a thread, too few"
+    return None
