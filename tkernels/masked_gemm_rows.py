@@ -1,8 +1,8 @@
 """The body of ``masked_gemm`` for several int8 rows on Hopper (sm_90): ``variant`` "rows".
 
-As in ``w4a16_gemm_rows`` the warps of a program share x_q, which goes to shared memory once. Weights
-and x_q are of 8 bits as they are, so both come from there by ``ldmatrix``, and nothing is permuted.
-Sums are int32: parts of K may be added in any order.
+As in ``w4a16_gemm_rows`` the warps of a program share x_q, which goes to shared memory once.
+Weights and x_q are multiplied as they are, so both come from there by ``ldmatrix``, and nothing is
+permuted. Sums are int32: parts of K may be added in any order.
 
 A warp has 32 outputs, where a tile has that many, and the warps left over have columns of their
 own. Scales of weights, and bias, are read before the wait for earlier kernels, or a tile ahead.
@@ -22,7 +22,7 @@ from tkernels.paged_attn_quantized_hopper import (
     _wait_for_earlier_kernels,
 )
 from tkernels.registry import Config, Problem
-from tkernels.w4a16_gemm_hopper import _commit, _load_async, _pieces, _wait
+from tkernels.w4a16_gemm_hopper import _commit, _pieces, _wait
 from tkernels.w4a16_gemm_rows import CHUNK, _fetch, _pieces_of_x, _sum_of_slices
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _masked_gemm_rows_kernel(
         acc = gl.full([SLICES, N, R], 0, gl.int32, sums)
         for i in range(S):
             f = t * S + i
-            if STAGES - 1 < S * T:  # else all has been asked for
+            if STAGES - 1 < S * T:  # noqa: SIM102 (a constant; without it all is asked for)
                 if f + STAGES - 1 < S * T:
                     _fetch(w_s, w_tile, f + STAGES - 1, stride, n, columns, n_left, k_left, S,
                            STAGES, N, STEP, 1, EVEN_K, EVEN_N)
@@ -214,7 +214,8 @@ def why_unfit(problem: Problem, dev: Device) -> str | None:
 
 def slices_of(config: Config) -> int:
     """``SLICES``: parts of a step, each for warps of its own."""
-    return int(config["num_warps"]) // max(1, min(config["num_warps"], config["BLOCK_N"] // 32))
+    warps, block_n = int(config["num_warps"]), int(config["BLOCK_N"])
+    return warps // max(1, min(warps, block_n // 32))
 
 
 def steps_of(config: Config, k: int) -> int:
@@ -223,14 +224,13 @@ def steps_of(config: Config, k: int) -> int:
 
 
 def default_config(problem: Problem, dev: Device) -> Config:
-    """Not timed yet: programs that all run at once, and a part of K of about 1024 columns."""
-    m, k = problem["m"], problem["k"]
-    rows = max(8, next_power_of_2(m))
+    """Parts of x of 64 KB at most. Not timed yet."""
+    rows = max(8, next_power_of_2(problem["m"]))
     return {
         "BLOCK_M": min(64, rows),
-        "BLOCK_N": 64,
+        "BLOCK_N": 64 if rows <= 16 else 128,
         "BLOCK_K": 128,
-        "SPLIT_K": 1 if k <= 4096 else 3,
+        "SPLIT_K": max(1, min(64, cdiv(problem["k"], min(4096, 65536 // min(64, rows))))),
         "programs_per_core": 0,
         "PDL": True,
         "num_warps": 4,
@@ -253,12 +253,14 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if not 16 <= (a_warp := n * slices // warps) <= 64:
         return f"a warp has 16 to 64 of the outputs, got {a_warp}"
     steps = steps_of(config, problem["k"])
-    used = slices * (stages * n * k + steps * r * k + 4 * (n + 4) * (r + 4)) + 4 * r + 1024
+    tiles = w4_rows.tiles_of(config, problem["m"], problem["n"], per_core * dev.num_cores)
+    tile = slices * (stages * n * k + steps * r * k) + 4 * r
+    used = w4_rows.with_sums(tile, tiles, slices * n * r)
     if used > dev.local_mem_bytes:
         return f"the tiles take {used} bytes of shared memory, more than {dev.local_mem_bytes}"
     # Sums, a step's weights, x of a product.
     taken = (a_warp * r + a_warp * k // 4) // 32 + r // 2
     taken = max(taken, w4_rows.x_registers(steps * slices * k * r, warps))
     if (left := w4.most_registers(warps, per_core)) < 40 + taken:
-        return f"{per_core} programs of {warps} warps leave {left} registers a thread, too few"
+        return f"{per_core or 1} programs of {warps} warps leave {left} registers a thread, too few"
     return None

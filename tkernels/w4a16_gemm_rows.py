@@ -12,16 +12,15 @@ of stages, scales and zero points of all steps go to shared memory too.
 A step has BLOCK_K columns for each of SLICES warps, side by side; the other warps have outputs of
 their own. Decoding, products and the scaling of sums are as in ``w4a16_gemm_hopper``.
 
-With PDL both kernels of a call let the next one start at once, and read what no kernel writes before
-they wait, as there. The second one, which adds the parts of a split K in order, does so too: then
-weights of the call behind it come while it runs.
+With PDL both kernels of a call let the next one start at once, and read what no kernel writes
+before they wait, as there: that of the second one, which adds the parts of a split K in order, lets
+the weights of the call behind it come while it waits.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tkernels import device
 from tkernels import w4a16_gemm_hopper as w4
 from tkernels.device import Device, cdiv, next_power_of_2
 from tkernels.masked_gemm_hopper import _as
@@ -40,6 +39,7 @@ else:
     gl, gluon, ampere = w4.gl, w4.gluon, w4.ampere
 
 CHUNK = gl.constexpr(64)  # columns of x that a product takes
+MOST_TILES = 16  # of a program: their scales are asked for one by one
 # Rows for which this body is the default: none, until it is timed.
 DEFAULT_ROWS = range(0)
 
@@ -126,7 +126,7 @@ def _as_taken(x, lanes: gl.constexpr):
 
 @gluon.jit
 def _every_fourth(x, right: gl.constexpr):
-    """Four right operands [W, 16, R] of [W, R, 64], in that order: columns 4h, 4h + 1, and so on."""
+    """Four right operands [W, 16, R] of [W, R, CHUNK] in that order: columns 4h, 4h + 1.."""
     w: gl.constexpr = x.shape[0]
     r: gl.constexpr = x.shape[1]
     x = gl.permute(gl.reshape(x, [w, r, 2, 4, 2, 2, 2]), [0, 1, 5, 3, 6, 2, 4])
@@ -145,7 +145,7 @@ def _of_groups(
     GROUP: gl.constexpr, GROUPS: gl.constexpr, S: gl.constexpr, K: gl.constexpr, N: gl.constexpr,
     SLICES: gl.constexpr, EVEN_K: gl.constexpr, lanes: gl.constexpr,
 ):
-    """[Q, N]: the scales or zero points of a tile, in the order in which a program's steps take them.
+    """[Q, N]: the scales or zero points of a tile in the order in which a program takes them.
 
     That is, for each step and each group in it, those of each slice.
     """
@@ -283,8 +283,8 @@ def _w4a16_gemm_rows_kernel(
     w_s = gl.allocate_shared_memory(gl.int16, [STAGES, SLICES, N, K // 4], codes)
     for ahead in gl.static_range(STAGES - 1):
         if ahead < S * T:
-            _fetch(w_s, w_tile, n_m * 0 + ahead, stride, n, columns, n_left, k_left, S, STAGES, N, STEP,
-                   4, EVEN_K, EVEN_N)
+            _fetch(w_s, w_tile, n_m * 0 + ahead, stride, n, columns, n_left, k_left, S, STAGES, N,
+                   STEP, 4, EVEN_K, EVEN_N)
         _commit()
 
     QV: gl.constexpr = Q if Q < 8 else 8
@@ -336,7 +336,7 @@ def _w4a16_gemm_rows_kernel(
             bias = gl.load(bias_ptr + o, mask=o < n_cols, other=0.0)
         for i in range(S):
             f = t * S + i
-            if STAGES - 1 < S * T:  # else all has been asked for
+            if STAGES - 1 < S * T:  # noqa: SIM102 (a constant; without it all is asked for)
                 if f + STAGES - 1 < S * T:
                     _fetch(w_s, w_tile, f + STAGES - 1, stride, n, columns, n_left, k_left, S,
                            STAGES, N, STEP, 4, EVEN_K, EVEN_N)
@@ -368,8 +368,8 @@ def _w4a16_gemm_rows_kernel(
             scale = _of_step(s_s, t, gl.SliceLayout(2, sums))
             acc = acc * scale.to(gl.float32)[:, :, None]
         _put(
-            _sum_of_slices(acc, rows), bias, tile0 + t, row0, split, n_cols, n_rows, out_ptr, part_ptr,
-            stride_o, HAS_BIAS, R, N, SPLIT_K, rows)
+            _sum_of_slices(acc, rows), bias, tile0 + t, row0, split, n_cols, n_rows, out_ptr,
+            part_ptr, stride_o, HAS_BIAS, R, N, SPLIT_K, rows)
 
 
 @gluon.jit(do_not_specialize=["n_rows"])
@@ -436,22 +436,20 @@ def piece_to_add(m: int, n: int, dev: Device) -> tuple[int, int]:
 
 
 def default_config(problem: Problem, dev: Device) -> Config:
-    """Not timed yet: programs that all run at once, and a part of K of about 1024 columns."""
-    m, n, k = problem["m"], problem["n"], problem["k"]
-    rows = max(8, next_power_of_2(m))
-    config: Config = {
+    """Parts of x of 32 KB, so that all programs run at once. Not timed yet."""
+    rows = max(8, next_power_of_2(problem["m"]))
+    return {
         "BLOCK_M": min(64, rows),
         "BLOCK_N": 128 if rows <= 16 else 64,
         "BLOCK_K": 256,
-        "SPLIT_K": max(1, min(64, cdiv(k, 1024))),
+        "SPLIT_K": max(1, min(64, cdiv(problem["k"], min(1024, 32768 // min(64, rows))))),
         "SLICES": 1,
         "programs_per_core": 0,
         "variant": "rows",
         "PDL": True,
         "num_warps": 4,
-        "num_stages": 4,
+        "num_stages": 4 if rows <= 16 else 3,
     }
-    return config
 
 
 def why_no_tiles(config: Config) -> str | None:
@@ -468,6 +466,15 @@ def why_no_tiles(config: Config) -> str | None:
     if warps not in (1, 2, 4, 8, 16) or stages < 2:
         return f"num_warps must be 1 to 16 and num_stages 2 or more, got {warps} and {stages}"
     return None
+
+
+def with_sums(size: int, tiles: int, sums: int) -> int:
+    """Bytes of shared memory: ``size``, and ``sums`` on their way to another layout.
+
+    Behind the last tile there is room for these.
+    """
+    moved = 5 * sums  # there is some padding
+    return (max(size, moved) if tiles == 1 else size + moved) + 1024
 
 
 def x_registers(size: int, warps: int) -> int:
@@ -490,9 +497,12 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return f"a warp has 16 to 64 of the outputs, got {a_warp}"
     steps = steps_of(config, problem["k"])
     tiles = tiles_of(config, problem["m"], problem["n"], per_core * dev.num_cores)
+    if tiles > MOST_TILES:
+        return f"a program has at most {MOST_TILES} tiles, got {tiles}"
     of_a_scale = problem["scale"].itemsize + (2 if problem["zero"] else 0)
     scales = tiles * n * scales_of(config, problem) * of_a_scale
-    used = slices * (stages * n * k // 2 + 2 * steps * r * k + 4 * (n + 4) * (r + 4)) + scales + 1024
+    tile = slices * (stages * n * k // 2 + 2 * steps * r * k) + scales
+    used = with_sums(tile, tiles, slices * n * r)
     if used > dev.local_mem_bytes:
         return f"the tiles take {used} bytes of shared memory, more than {dev.local_mem_bytes}"
     if (taken := scales // (128 * warps)) > 32:
@@ -501,5 +511,5 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     taken = (2 * a_warp * r + a_warp * k // 8) // 32 + r // 2 + a_warp
     taken = max(taken, x_registers(2 * steps * slices * k * r, warps))
     if (left := w4.most_registers(warps, per_core)) < 40 + taken:
-        return f"{per_core} programs of {warps} warps leave {left} registers a thread, too few"
+        return f"{per_core or 1} programs of {warps} warps leave {left} registers a thread, too few"
     return None

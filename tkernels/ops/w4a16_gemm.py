@@ -738,8 +738,7 @@ def _bind_rows(
     m, n, k = sizes
     dev = device.current()
     block_m, block_n, block_k, splits, slices, warps = (
-        config[name]
-        for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "SLICES", "num_warps")
+        config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "SLICES", "num_warps")
     )
     n_m, n_n = cdiv(m, block_m), cdiv(n, block_n)
     most = 0 if max_programs == dev.max_programs else max_programs
