@@ -98,7 +98,7 @@ def test_what_the_default_is(problem: Problem, expected: tuple[int, ...] | None)
         ({"num_stages": 40}, "bytes of shared memory"),
         ({"BLOCK_M": 64, "BLOCK_N": 32}, "more than 64 registers"),
         ({"programs_per_core": 16}, "leave 32 registers a thread"),
-        ({"variant": "hoper"}, "direct, turned or hopper, got 'hoper'"),
+        ({"variant": "hoper"}, "direct, turned, hopper or rows, got 'hoper'"),
     ],
 )
 def test_why_illegal(changed: Config, why: str) -> None:

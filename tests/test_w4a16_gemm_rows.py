@@ -165,7 +165,7 @@ needs_sm90 = pytest.mark.skipif(
 )
 WAYS: dict[str, Config] = {
     "plain": {},
-    "alone": {"BLOCK_N": 16, "num_warps": 1, "num_stages": 2, "SPLIT_K": 1},
+    "alone": {"BLOCK_M": 8, "BLOCK_N": 16, "num_warps": 1, "num_stages": 2, "SPLIT_K": 3},
     "tiles": {"BLOCK_N": 16, "SLICES": 2, "num_warps": 2, "programs_per_core": 1, "SPLIT_K": 12},
     "slices": {"BLOCK_N": 32, "SLICES": 8, "num_warps": 16, "BLOCK_K": 128, "SPLIT_K": 1},
     "ahead": {"BLOCK_N": 64, "SPLIT_K": 2, "num_stages": 6, "BLOCK_M": 32, "SLICES": 2},
