@@ -261,6 +261,6 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     # Sums, a step's weights, x of a product.
     taken = (a_warp * r + a_warp * k // 4) // 32 + r // 2
     taken = max(taken, w4_rows.x_registers(steps * slices * k * r, warps))
-    if (left := w4.most_registers(warps, per_core)) < 40 + taken:
+    if (left := w4.most_registers(warps, per_core)) < 64 + taken:
         return f"{per_core or 1} programs of {warps} warps leave {left} registers a thread, too few"
     return None

@@ -509,7 +509,7 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return f"scales take {taken} registers a thread on their way, more than 32"
     # Sums, those of a group, a step's codes, x and weights of a product.
     taken = (2 * a_warp * r + a_warp * k // 8) // 32 + r // 2 + a_warp
-    taken = max(taken, x_registers(2 * steps * slices * k * r, warps))
-    if (left := w4.most_registers(warps, per_core)) < 40 + taken:
+    taken = max(taken, x_registers(2 * steps * slices * k * r + scales, warps))
+    if (left := w4.most_registers(warps, per_core)) < 64 + taken:
         return f"{per_core or 1} programs of {warps} warps leave {left} registers a thread, too few"
     return None
