@@ -260,7 +260,7 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return f"the tiles take {used} bytes of shared memory, more than {dev.local_mem_bytes}"
     # Sums, a step's weights, x of a product.
     taken = (a_warp * r + a_warp * k // 4) // 32 + r // 2
-    taken = max(taken, w4_rows.x_registers(steps * slices * k * r, warps))
-    if (left := w4.most_registers(warps, per_core)) < 64 + taken:
+    on_the_way = w4_rows.x_registers(steps * slices * k * r, warps)
+    if (left := w4.most_registers(warps, per_core)) < max(64 + taken, 48 + on_the_way):
         return f"{per_core or 1} programs of {warps} warps leave {left} registers a thread, too few"
     return None

@@ -505,11 +505,11 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     used = with_sums(tile, tiles, slices * n * r)
     if used > dev.local_mem_bytes:
         return f"the tiles take {used} bytes of shared memory, more than {dev.local_mem_bytes}"
-    if (taken := scales // (128 * warps)) > 32:
-        return f"scales take {taken} registers a thread on their way, more than 32"
     # Sums, those of a group, a step's codes, x and weights of a product.
     taken = (2 * a_warp * r + a_warp * k // 8) // 32 + r // 2 + a_warp
-    taken = max(taken, x_registers(2 * steps * slices * k * r + scales, warps))
-    if (left := w4.most_registers(warps, per_core)) < 64 + taken:
+    on_the_way = x_registers(2 * steps * slices * k * r, warps)
+    # Scales and zero points come at that time too: most have a register of their own.
+    on_the_way += scales // of_a_scale * (2 if problem["zero"] else 1) // (32 * warps)
+    if (left := w4.most_registers(warps, per_core)) < max(64 + taken, 48 + on_the_way):
         return f"{per_core or 1} programs of {warps} warps leave {left} registers a thread, too few"
     return None
