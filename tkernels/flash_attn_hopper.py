@@ -109,6 +109,39 @@ def _key_blocks(
     return first, end
 
 
+@gluon.jit
+def _split_of(item, n_tiles, SPLITS: gl.constexpr):
+    """(tile, split): all tiles of one split, then those of the next, so that those that run at a
+    time share keys."""
+    split = item * 0
+    if SPLITS > 1:
+        split = item // n_tiles
+        item -= split * n_tiles
+    return item, split
+
+
+@gluon.jit
+def _used(seqlen_k, SPLITS: gl.constexpr, MIN_SHARE: gl.constexpr):
+    """How many splits a sequence's keys are shared out to, as the kernel that merges has it."""
+    return gl.minimum(gl.maximum((seqlen_k + MIN_SHARE - 1) // MIN_SHARE, 1), SPLITS)
+
+
+@gluon.jit
+def _share(
+    first, end, split, seqlen_k, N: gl.constexpr, SPLITS: gl.constexpr, MIN_SHARE: gl.constexpr
+):
+    """First and end of a split's run of a tile's key blocks; one past all keys, where none."""
+    if SPLITS > 1:
+        used = _used(seqlen_k, SPLITS, MIN_SHARE)
+        count = end - first
+        end = first + count * (split + 1) // used
+        first += count * split // used
+        if first == end:
+            first = (seqlen_k + N - 1) // N
+            end = first + 1
+    return first, end
+
+
 # ---- the kernel: one warp loads ----------------------------------------------------------------
 
 
@@ -227,17 +260,25 @@ def _attend(
     scale_log2, cap_scale, sizes, HEAD_DIM: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr,
-    SINKS: gl.constexpr, LSE: gl.constexpr,
+    SINKS: gl.constexpr, LSE: gl.constexpr, PACK: gl.constexpr, SPLITS: gl.constexpr,
+    MIN_SHARE: gl.constexpr,
 ):  # fmt: skip
+    """A row is a token and one of PACK heads: token * PACK + head; ``n_heads`` counts packs.
+
+    With SPLITS a tile is computed in parts, and ``out_ptr`` and ``lse_ptr`` are theirs.
+    """
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     max_q, max_k, window, n_heads, _, n_m, n_batch_heads, section, n_tiles = sizes
     stride_ob, stride_os, stride_oh, stride_lb, stride_ls, stride_lh = strides
     HALF: gl.constexpr = M // 2
+    TOKENS: gl.constexpr = M // PACK
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    # Four lanes have 32 bytes of a row of parts (fp32), so these are stored as they lie.
+    out_layout: gl.constexpr = o_layout if SPLITS > 1 else store_layout
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_s.dtype
     MINE: gl.constexpr = 8 + SIDE  # named barriers; Triton's own stand below 8
@@ -247,13 +288,18 @@ def _attend(
     q = q_s.index(SIDE).reshape([HALF, D])
     if SIDE == 1:
         _pass_turn(OTHER)
-    for tile in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+    for item in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        tile, split = _split_of(item, n_m * n_batch_heads, SPLITS)
         m_tile, b, h = _tile_of(tile, n_m, n_batch_heads, section, n_heads)
         b, q0, _, seqlen_q, seqlen_k = _sequence(b, cu_q_ptr, cu_k_ptr, max_q, max_k, VARLEN)
-        if m_tile * M < seqlen_q:
-            first, end = _key_blocks(m_tile, seqlen_q, seqlen_k, window, M, N, CAUSAL, WINDOW)
-            row0 = m_tile * M + SIDE * HALF
-            rows = row0 + gl.arange(0, HALF, gl.SliceLayout(1, s_layout))
+        there = m_tile * TOKENS < seqlen_q
+        if SPLITS > 1:
+            there = there & (split < _used(seqlen_k, SPLITS, MIN_SHARE))
+        if there:
+            first, end = _key_blocks(m_tile, seqlen_q, seqlen_k, window, TOKENS, N, CAUSAL, WINDOW)
+            first, end = _share(first, end, split, seqlen_k, N, SPLITS, MIN_SHARE)
+            row0 = m_tile * TOKENS + SIDE * (HALF // PACK)  # the first row's token, and each one's
+            rows = row0 + gl.arange(0, HALF, gl.SliceLayout(1, s_layout)) // PACK
             cols = gl.arange(0, N, gl.SliceLayout(0, s_layout))
             shift = seqlen_k - seqlen_q  # the last query stands at the last key
             acc = gl.zeros([HALF, D], gl.float32, o_layout)
@@ -307,7 +353,7 @@ def _attend(
                 if CAUSAL:
                     edge = n0 + N - 1 > row0 + shift
                     if WINDOW:
-                        edge = edge | (n0 < row0 + HALF + shift - window)
+                        edge = edge | (n0 < row0 + HALF // PACK + shift - window)
                     if edge:
                         s = _seen(s, cols, rows + (shift - n0), window, WINDOW)
                 m_new = gl.maximum(m, gl.max(s, 1))
@@ -332,10 +378,11 @@ def _attend(
             count += 1
             done += 1
 
+            packed = gl.arange(0, HALF, gl.SliceLayout(1, s_layout)) % PACK
             m_log2 = m * scale_log2
             top = m_log2
             if SINKS:
-                sink = gl.load(sinks_ptr + h) * _LOG2E
+                sink = gl.load(sinks_ptr + (h if PACK == 1 else h * PACK + packed)) * _LOG2E
                 top = gl.maximum(top, sink)
             base = gl.where(top == float("-inf"), 0.0, top)
             kept = gl.where(m_log2 == base, 1.0, gl.exp2(m_log2 - base))
@@ -343,16 +390,19 @@ def _attend(
             if SINKS:
                 total += gl.where(sink == base, 1.0, gl.exp2(sink - base))
             if LSE:
-                lse_rows = lse_ptr + b.to(gl.int64) * stride_lb + h.to(gl.int64) * stride_lh
-                lse_rows += (q0 + rows).to(gl.int64) * stride_ls
+                lse_rows = lse_ptr + b.to(gl.int64) * stride_lb + h.to(gl.int64) * PACK * stride_lh
+                lse_rows += (q0 + rows).to(gl.int64) * stride_ls + packed * stride_lh + split
                 gl.store(lse_rows, (base + gl.log2(total)) * _LN2, mask=rows < seqlen_q)
             share = gl.where(total == 0.0, 0.0, kept / total)
-            o = (acc * gl.convert_layout(share, o_rows)[:, None]).to(dtype)
-            o = gl.convert_layout(o, store_layout)
-            o_row = row0 + gl.arange(0, HALF, gl.SliceLayout(1, store_layout))
-            o_col = gl.arange(0, D, gl.SliceLayout(0, store_layout))
-            out_rows = out_ptr + b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
-            offsets = (q0 + o_row).to(gl.int64) * stride_os
+            o = acc * gl.convert_layout(share, o_rows)[:, None]
+            if SPLITS == 1:
+                o = gl.convert_layout(o.to(dtype), store_layout)
+            packed = gl.arange(0, HALF, gl.SliceLayout(1, out_layout)) % PACK
+            o_row = row0 + gl.arange(0, HALF, gl.SliceLayout(1, out_layout)) // PACK
+            o_col = gl.arange(0, D, gl.SliceLayout(0, out_layout))
+            out_rows = out_ptr + b.to(gl.int64) * stride_ob + h.to(gl.int64) * PACK * stride_oh
+            out_rows += split * HEAD_DIM
+            offsets = (q0 + o_row).to(gl.int64) * stride_os + packed.to(gl.int64) * stride_oh
             ok = (o_row < seqlen_q)[:, None]
             if HEAD_DIM < D:
                 ok = ok & (o_col < HEAD_DIM)[None, :]
@@ -430,10 +480,10 @@ def _flash_attn_hopper_kernel(
         [
             (_attend, (0, buffers, bars, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, strides,
                        scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES, CAUSAL, WINDOW,
-                       VARLEN, SOFTCAP, SINKS, LSE)),
+                       VARLEN, SOFTCAP, SINKS, LSE, 1, 1, 1)),
             (_attend, (1, buffers, bars, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, strides,
                        scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES, CAUSAL, WINDOW,
-                       VARLEN, SOFTCAP, SINKS, LSE)),
+                       VARLEN, SOFTCAP, SINKS, LSE, 1, 1, 1)),
             (_load, (q_desc, k_desc, v_desc, buffers, bars, cu_q_ptr, cu_k_ptr, sizes, M, N, D,
                      STAGES, CAUSAL, WINDOW, VARLEN)),
         ],
@@ -618,8 +668,12 @@ def bind(
     return lambda *tensors: start(*tensors, *numbers)
 
 
-def _describer(like: torch.Tensor, n_rows: int, dim: int) -> Callable[[torch.Tensor], Any]:
+def _describer(
+    like: torch.Tensor, n_rows: int, dim: int, n_heads: int = 1
+) -> Callable[[torch.Tensor], Any]:
     """What makes the tensor map's description of a tensor laid out as ``like``.
+
+    It fetches ``dim`` values of ``n_heads`` heads of ``n_rows`` rows at a time.
 
     Shape and strides are those of ``like``. Their check is ours (``is_aligned``): Triton's takes
     five times as long as the rest.
@@ -636,7 +690,7 @@ def _describer(like: torch.Tensor, n_rows: int, dim: int) -> Callable[[torch.Ten
     def describe(tensor: torch.Tensor) -> Any:
         made = cls.__new__(cls)
         made.base, made.shape, made.strides = tensor, shape, strides
-        made.block_shape, made.layout = [1, n_rows, 1, dim], layout
+        made.block_shape, made.layout = [1, n_rows, n_heads, dim], layout
         return made
 
     return describe

@@ -9,8 +9,11 @@ zeros for a block that does not exist.
 Blocks are at most what a step loads: 128 tokens, or 64 where head_dim is above 128; larger ones are
 left to the portable body.
 
-A tile is BLOCK_M tokens of one query head, so it suits long chunks: a tile of few tokens, or a few
-tiles, leave most of the chip idle, where the portable body shares the keys out.
+A tile is BLOCK_M tokens of one query head or, with PACK_HEADS, BLOCK_M rows: tokens, times the
+query heads that share a KV head. A few tiles leave most of the chip idle, so the keys of each may
+be dealt to SPLITS programs, as the portable body does it, and its second kernel merges the parts.
+But here each has a run of blocks, so that neighbours in the block table come in one line of cache;
+the length must be known first in any case.
 """
 
 from __future__ import annotations
@@ -32,8 +35,12 @@ from tkernels.flash_attn_hopper import (
     _describer,
     _key_blocks,
     _load_tile,
+    _share,
+    _split_of,
     _tile_of,
+    _used,
 )
+from tkernels.paged_attn_quantized_hopper import _let_next_kernel_start, _wait_for_earlier_kernels
 from tkernels.registry import Config
 
 if TYPE_CHECKING:
@@ -42,6 +49,9 @@ if TYPE_CHECKING:
     from tkernels import _triton as hopper
 else:
     gl, gluon, hopper = flash.gl, flash.gluon, flash.hopper
+
+SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)  # to choose from
+MIN_SHARE = 256  # keys: two blocks, where the cost of a program is one or two more
 
 _shared: Any = gl.shared_memory_descriptor
 # Its name in newer tritons, and in 3.6.
@@ -64,27 +74,36 @@ def _load_pages(tile, desc, pages, head, bar, PAGE: gl.constexpr, N: gl.constexp
 def _load(
     q_desc, k_desc, v_desc, buffers, bars, cu_q_ptr, lens_ptr, table_ptr, stride_tb, sizes,
     M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
+    PACK: gl.constexpr, SPLITS: gl.constexpr, MIN_SHARE: gl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     _, _, window, n_heads, group, n_m, n_batch_heads, section, n_tiles = sizes
+    TOKENS: gl.constexpr = M // PACK
+    HALF: gl.constexpr = TOKENS // 2
     done = 0  # tiles of queries
     count = 0  # blocks of keys
-    for tile in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+    for item in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        tile, split = _split_of(item, n_m * n_batch_heads, SPLITS)
         m, b, h = _tile_of(tile, n_m, n_batch_heads, section, n_heads)
         q0 = gl.load(cu_q_ptr + b)
         seqlen_q = gl.load(cu_q_ptr + b + 1) - q0
-        if m * M < seqlen_q:
+        there = m * TOKENS < seqlen_q
+        if SPLITS > 1:
             seqlen_k = gl.load(lens_ptr + b)
+            there = there & (split < _used(seqlen_k, SPLITS, MIN_SHARE))
+        if there:
+            if SPLITS == 1:
+                seqlen_k = gl.load(lens_ptr + b)
             columns = (seqlen_k + PAGE - 1) // PAGE
             row_ptr = table_ptr + b.to(gl.int64) * stride_tb
-            first, end = _key_blocks(m, seqlen_q, seqlen_k, window, M, N, True, False)
+            first, end = _key_blocks(m, seqlen_q, seqlen_k, window, TOKENS, N, True, False)
+            first, end = _share(first, end, split, seqlen_k, N, SPLITS, MIN_SHARE)
             for c in gl.static_range(2):
                 hopper.mbarrier.wait(q_empty.index(c), (done & 1) ^ 1)
                 hopper.mbarrier.expect(q_full.index(c), M // 2 * D * 2)
-                _load_tile(
-                    q_desc, [0, q0 + m * M + c * (M // 2), h, 0], q_full.index(c), q_s.index(c)
-                )
+                token = q0 + m * TOKENS + c * HALF
+                _load_tile(q_desc, [0, token, h * PACK, 0], q_full.index(c), q_s.index(c))
             for j in range(end - first):
                 column = (end - 1 - j) * (N // PAGE)
                 pages = gl.tuple([])
@@ -106,7 +125,7 @@ def _load(
 
 
 @gluon.jit(do_not_specialize=["max_q", "n_heads", "group", "n_m", "n_batch_heads", "section",
-                              "n_tiles"])  # fmt: skip
+                              "n_tiles", "n_parts"])  # fmt: skip
 def _paged_attn_hopper_kernel(
     q_desc,
     k_desc,
@@ -125,12 +144,13 @@ def _paged_attn_hopper_kernel(
     stride_ls,
     stride_lh,
     max_q,
-    n_heads,
-    group,  # query heads a key head
+    n_heads,  # as tiles have them: packs of heads, where a tile has several
+    group,  # such heads a key head
     n_m,  # tiles of queries of the longest sequence
     n_batch_heads,
     section,
-    n_tiles,
+    n_tiles,  # times SPLITS
+    n_parts,  # results, with SPLITS, before out_ptr has their log-sum-exps; lse_ptr is None then
     HEAD_DIM: gl.constexpr,
     M: gl.constexpr,
     N: gl.constexpr,
@@ -140,10 +160,19 @@ def _paged_attn_hopper_kernel(
     SOFTCAP: gl.constexpr,
     SINKS: gl.constexpr,
     LSE: gl.constexpr,
+    PACK: gl.constexpr,
+    SPLITS: gl.constexpr,
+    MIN_SHARE: gl.constexpr,
+    PDL: gl.constexpr,
 ):
+    if PDL:
+        _let_next_kernel_start()
+        _wait_for_earlier_kernels()
+    if SPLITS > 1:
+        lse_ptr = out_ptr + n_parts.to(gl.int64) * HEAD_DIM
     dtype: gl.constexpr = q_desc.dtype
     bar_layout: gl.constexpr = hopper.mbarrier.MBarrierLayout()
-    q_s = gl.allocate_shared_memory(dtype, [2, 1, M // 2, 1, D], q_desc.layout)
+    q_s = gl.allocate_shared_memory(dtype, [2, 1, M // 2 // PACK, PACK, D], q_desc.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, N, 1, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, N, 1, D], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
@@ -171,12 +200,12 @@ def _paged_attn_hopper_kernel(
         [
             (_attend, (0, buffers, bars, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, lens_ptr, strides,
                        scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES, True, False,
-                       PAGED, SOFTCAP, SINKS, LSE)),
+                       PAGED, SOFTCAP, SINKS, LSE, PACK, SPLITS, MIN_SHARE)),
             (_attend, (1, buffers, bars, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, lens_ptr, strides,
                        scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES, True, False,
-                       PAGED, SOFTCAP, SINKS, LSE)),
+                       PAGED, SOFTCAP, SINKS, LSE, PACK, SPLITS, MIN_SHARE)),
             (_load, (q_desc, k_desc, v_desc, buffers, bars, cu_q_ptr, lens_ptr, table_ptr,
-                     stride_tb, sizes, M, N, D, STAGES, PAGE)),
+                     stride_tb, sizes, M, N, D, STAGES, PAGE, PACK, SPLITS, MIN_SHARE)),
         ],
         [4, 1], [240, 24])
     # fmt: on
@@ -192,6 +221,19 @@ def default_config(head_dim: int, block_size: int) -> Config:
     return {**config, "BLOCK_N": max(config["BLOCK_N"], block_size)}
 
 
+def default_splits(tiles: int, keys: int, cores: int) -> int:
+    """SPLITS of ``tiles`` tiles that see up to ``keys`` keys, at least MIN_SHARE each.
+
+    Programs take turns, so the time is that of the rounds, of which each takes its blocks of keys
+    and about two more (the first has nothing to overlap with, results are stored, and merged).
+    """
+
+    def time(splits: int) -> float:
+        return cdiv(tiles * splits, cores) * (cdiv(cdiv(keys, BLOCK_M), splits) + 2 * (splits > 1))
+
+    return min((n for n in SPLITS if n * MIN_SHARE <= keys or n == 1), key=time)
+
+
 def why_unfit(
     dtype: torch.dtype, head_dim: int, aligned: bool, window: int | None, dev: Device
 ) -> str | None:
@@ -201,10 +243,18 @@ def why_unfit(
     return None if window is None else "variant hopper has no window over pages"
 
 
-def why_illegal(config: Config, head_dim: int, block_size: int, dev: Device) -> str | None:
+def why_illegal(
+    config: Config, head_dim: int, block_size: int, group: int, dev: Device
+) -> str | None:
     """Reason why a config of this body cannot be launched for such heads; None: it can."""
     if config["BLOCK_N"] % block_size:
         return f"BLOCK_N must be whole blocks of {block_size}, got {config['BLOCK_N']}"
+    if config["PACK_HEADS"] and (BLOCK_M // 2) % group:
+        return f"PACK_HEADS needs a number of heads that divides {BLOCK_M // 2}, got {group}"
+    if config["SPLITS"] < 1 or config["MIN_SHARE"] < 1:
+        return "SPLITS and MIN_SHARE must be 1 or more"
+    if config["PDL"] and config["SPLITS"] == 1:
+        return "variant hopper has PDL for SPLITS alone"
     return flash.why_illegal({**config, "SECTION": 1}, head_dim, dev)
 
 
@@ -225,39 +275,47 @@ def bind(
     """``launch(q, k_cache, v_cache, table, lens, cu_seqlens_q, out, lse, sinks)`` of such tensors.
 
     lse is a contiguous fp32 [n_tokens, num_heads]; absent tensors (lse, sinks) are None. ``launch``
-    needs q and the caches at addresses that divide by 16.
+    needs q and the caches at addresses that divide by 16. With SPLITS, out is an fp32 tensor of
+    parts instead, [n_tokens, num_heads, SPLITS, head_dim] and then [n_tokens, num_heads, SPLITS]
+    log-sum-exps, lse and sinks are None, and the results are yet to be merged.
     """
-    n_heads, head_dim = q.shape[-2:]
+    (n_tokens, n_heads, head_dim), splits = q.shape, config["SPLITS"]
     n, dim, block_size = config["BLOCK_N"], _block_dim(head_dim), k_cache.shape[1]
-    batch = block_table.shape[0]
-    n_m = cdiv(max_seqlen_q, BLOCK_M)
-    n_tiles = n_m * batch * n_heads
+    batch, group = block_table.shape[0], n_heads // k_cache.shape[2]
+    pack = group if config["PACK_HEADS"] else 1
+    n_m = cdiv(max_seqlen_q * pack, BLOCK_M)
+    n_batch_heads = batch * (n_heads // pack)
+    n_tiles = n_m * n_batch_heads * splits
     n_keys = cdiv(block_table.shape[1] * block_size, BLOCK_M)
-    group, n_programs = n_heads // k_cache.shape[2], device.current().num_cores
-    section = flash.default_section(
-        n_m, max(n_keys, n_m), batch * n_heads, group, head_dim, True, n_programs
-    )
+    n_programs = device.current().num_cores
+    section = n_batch_heads
+    if splits == 1:
+        section = flash.default_section(
+            n_m, max(n_keys, n_m), n_batch_heads, group // pack, head_dim, True, n_programs
+        )
+    result = splits * head_dim
     factor = scale if softcap is None else softcap
     numbers = (
         factor * math.log2(math.e),
         1.0 if softcap is None else scale / softcap,
         block_table.stride(0),
-        *out.stride()[:2],
-        n_heads,
-        1,
+        *(out.stride()[:2] if splits == 1 else (n_heads * result, result)),
+        n_heads * splits,
+        splits,
         max_seqlen_q,
-        n_heads,
-        group,
+        n_heads // pack,
+        group // pack,
         n_m,
-        batch * n_heads,
-        min(section, batch * n_heads),
+        n_batch_heads,
+        min(section, n_batch_heads),
         n_tiles,
+        n_tokens * n_heads * splits,
     )
     start = device.bind_described(
         _paged_attn_hopper_kernel,
         (min(n_tiles, n_programs),),
         (
-            _describer(q, BLOCK_M // 2, dim),
+            _describer(q, BLOCK_M // 2 // pack, dim, pack),
             _describer(k_cache, block_size, 64),
             _describer(v_cache, block_size, 64),
         ),
@@ -269,7 +327,12 @@ def bind(
         PAGE=block_size,
         STAGES=config["num_stages"],
         SOFTCAP=softcap is not None,
-        SINKS=has_sinks,
-        LSE=has_lse,
+        SINKS=has_sinks and splits == 1,
+        LSE=has_lse or splits > 1,
+        PACK=pack,
+        SPLITS=splits,
+        MIN_SHARE=config["MIN_SHARE"] if splits > 1 else 1,
+        PDL=config["PDL"],
+        **({"launch_pdl": True} if config["PDL"] else {}),
     )
     return lambda *tensors: start(*tensors, *numbers)

@@ -566,14 +566,74 @@ def _plan(
             q, k_cache, v_cache, block_table, out, scale=scale, window=window, softcap=softcap,
             has_sinks="s" in given, has_lse=has_lse, config=cfg, max_programs=max_programs)
     else:
-        hopper = paged_attn_hopper.bind(
+        hopper = _bind_hopper(
             q, k_cache, v_cache, block_table, out, max_seqlen_q=max_seqlen_q, scale=scale,
-            softcap=softcap, has_sinks="s" in given, has_lse=has_lse, config=cfg)
+            softcap=softcap, has_sinks="s" in given, has_lse=has_lse, config=cfg,
+            max_programs=max_programs)
     # fmt: on
     problem = dict(zip(SPEC.problem_fields, values, strict=True))
     other = _portable_config(problem, device.current())
     del other["variant"], other["programs_per_core"]
     return _by_address(hopper, portable(other))
+
+
+def _bind_hopper(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    has_sinks: bool,
+    has_lse: bool,
+    config: Config,
+    max_programs: int,
+    max_seqlen_q: int,
+    **options: Any,
+) -> _Run:
+    """What runs the body for chunks on Hopper, and merges its parts if it makes some.
+
+    It takes the tensors of a call in that body's order.
+    """
+    # fmt: off
+    attend = paged_attn_hopper.bind(
+        q, k_cache, v_cache, block_table, out, max_seqlen_q=max_seqlen_q, has_sinks=has_sinks,
+        has_lse=has_lse, config=config, **options)
+    # fmt: on
+    splits, (n_tokens, n_heads, head_dim) = config["SPLITS"], q.shape
+    if splits == 1:
+        return attend
+    shared = {
+        "N_HEADS": n_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": max(16, next_power_of_2(head_dim)),
+        "BLOCK_SIZE": k_cache.shape[1],
+        "MULTI": True,
+        "HAS_WINDOW": False,
+        "HAS_SINKS": has_sinks,
+        "HAS_LSE": has_lse,
+    }
+    combine, n_merges = bind_combine(
+        shared,
+        block_table.shape[0] * max_seqlen_q * n_heads,
+        config,
+        max_programs,
+        {**device.rounding_each_step(), **({"launch_pdl": True} if config["PDL"] else {})},
+    )
+    n_parts = n_tokens * n_heads * splits
+    numbers = (*out.stride()[:2], n_parts, 0, max_seqlen_q, n_merges)
+
+    # fmt: off
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor,
+            lens: torch.Tensor, cu: torch.Tensor, out: torch.Tensor, lse: Any, sinks: Any) -> None:
+        # fmt: on
+        part = torch.empty(n_parts * (head_dim + 1), dtype=torch.float32, device=q.device)
+        attend(q, k, v, table, lens, cu, part, None, None)
+        # What is not there is stood in for by something that is, and not read.
+        lse, sinks = out if lse is None else lse, q if sinks is None else sinks
+        combine(lens, cu, sinks, out, lse, part, *numbers)
+
+    return run
 
 
 def _by_address(hopper: _Run, portable: _Run) -> _Run:
@@ -947,6 +1007,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         return space
     if dev.arch == "sm90":
         space["variant"] = ["portable", "hopper", "hopper_decode"]
+        space["SPLITS"] = sorted({*space["SPLITS"], *paged_attn_hopper.SPLITS})
     return {
         **space,
         "PDL": [False, True] if _has_pdl(dev) else [False],
@@ -961,9 +1022,13 @@ def _has_pdl(dev: Device) -> bool:
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
-    if _suits_hopper(problem, dev):
+    splits = _hopper_splits(problem, dev)
+    if splits:
         body = paged_attn_hopper.default_config(problem["head_dim"], problem["block_size"])
         config = {**_HOPPER, **body, "MIN_SHARE": 2048}
+        if splits > 1:
+            more = {"SPLITS": splits, "MIN_SHARE": paged_attn_hopper.MIN_SHARE, "PDL": True}
+            config |= {**more, "PACK_HEADS": _packs_on_hopper(problem)}
         if _why_not_hopper(config, problem, dev) is None:
             return config
     if paged_attn_decode_hopper.why_unfit(problem, dev) is None:
@@ -1002,17 +1067,38 @@ def decode_config(problem: Problem, dev: Device) -> Config:
     }
 
 
-def _suits_hopper(problem: Problem, dev: Device) -> bool:
-    """Whether chunks are long enough, and their tiles enough, for a body that splits no keys."""
-    p = problem
-    tiles = cdiv(p["max_seqlen_q"], flash_attn_hopper.BLOCK_M) * p["batch"] * p["num_heads"]
+def _hopper_splits(problem: Problem, dev: Device) -> int:
+    """SPLITS of the body for chunks on Hopper; 0: it doesn't suit.
+
+    Without splits chunks must be long enough, and their tiles enough. With them the rows of a
+    sequence must fill a tile, and the keys that they may see be many.
+    """
+    p, block_m = problem, flash_attn_hopper.BLOCK_M
+    if dev.arch != "sm90" or not p["varlen"]:
+        return 0
+    tiles = cdiv(p["max_seqlen_q"], block_m) * p["batch"] * p["num_heads"]
     rounds = cdiv(tiles, dev.num_cores)
-    return (
-        dev.arch == "sm90"
-        and p["varlen"]
-        and p["max_seqlen_q"] >= flash_attn_hopper.BLOCK_M
-        and tiles >= 0.6 * rounds * dev.num_cores
-    )
+    if p["max_seqlen_q"] >= block_m and tiles >= 0.6 * rounds * dev.num_cores:
+        return 1
+    group, keys = p["num_heads"] // p["num_kv_heads"], _most_keys(p)
+    if p["max_seqlen_q"] * group < block_m or keys < 2048:
+        return 0
+    if _packs_on_hopper(p):
+        tiles = cdiv(p["max_seqlen_q"] * group, block_m) * p["batch"] * p["num_kv_heads"]
+    elif p["max_seqlen_q"] < block_m // 2:
+        return 0
+    splits = paged_attn_hopper.default_splits(tiles, keys, dev.num_cores)
+    return splits if splits > 1 else 0
+
+
+def _packs_on_hopper(problem: Problem) -> bool:
+    """Whether tiles are fewer if each has the heads that share a KV head, and it can."""
+    p, block_m = problem, flash_attn_hopper.BLOCK_M
+    group: int = p["num_heads"] // p["num_kv_heads"]
+    if block_m // 2 % group:
+        return False
+    n_tokens: int = p["max_seqlen_q"]
+    return cdiv(n_tokens * group, block_m) < cdiv(n_tokens, block_m) * group
 
 
 def _portable_config(problem: Problem, dev: Device) -> Config:
@@ -1097,6 +1183,7 @@ _HOPPER: Config = {
     "PDL": False,
     "num_warps": 4,
 }
+_HOPPER_CHOICES = ("PACK_HEADS", "SPLITS", "PDL")  # but of these
 
 # What its body for decode has no choice of.
 _DECODE: Config = {
@@ -1116,9 +1203,11 @@ def _why_not_hopper(config: Config, problem: Problem, dev: Device) -> str | None
         p["dtype"], p["head_dim"], p["aligned"], p["window"], dev
     ):
         return why
-    if wrong := [f"{n} {v}" for n, v in _HOPPER.items() if config[n] != v]:
+    fixed = {n: v for n, v in _HOPPER.items() if n not in _HOPPER_CHOICES}
+    if wrong := [f"{n} {v}" for n, v in fixed.items() if config[n] != v]:
         return f"variant hopper has {', '.join(wrong)}"
-    return paged_attn_hopper.why_illegal(config, p["head_dim"], p["block_size"], dev)
+    group = p["num_heads"] // p["num_kv_heads"]
+    return paged_attn_hopper.why_illegal(config, p["head_dim"], p["block_size"], group, dev)
 
 
 def _why_not_decode(config: Config, problem: Problem, dev: Device) -> str | None:
