@@ -313,6 +313,26 @@ def test_graph_serves_other_lengths(dev: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("q_lens", [None, 9], ids=["decode", "chunks"])
+def test_the_rest_of_a_large_batch_does_not_matter(q_lens: int | None, dev: torch.device) -> None:
+    """With as many splits: how many programs merge follows from how many results there are."""
+    lengths = [(13 * i) % 900 + 9 for i in range(40)]
+    each = None if q_lens is None else [q_lens] * 40
+    problem = paged_problem(lengths, "8/2x128", BF16, lse=True, q_lens=each)
+    inputs = SPEC.make_inputs(problem, dev)
+    chosen = {**SPEC.default_config(problem, device.current()), "SPLITS": 8, "MIN_SHARE": 32}
+    whole = call(inputs, config=chosen)
+    count = q_lens or 1
+    for b in (0, 7, 23):
+        rows = slice(b * count, (b + 1) * count)
+        alone = {n: inputs[n][b : b + 1] for n in ("block_table", "context_lens")}
+        if q_lens is not None:
+            alone["cu_seqlens_q"] = inputs["cu_seqlens_q"][:2]
+        got = call({**inputs, **alone, "q": inputs["q"][rows]}, config=chosen)
+        assert_same_bits(got, tuple(t[rows] for t in whole))
+
+
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_pool_past_two_to_the_31(dev: torch.device) -> None:
     """Blocks whose first element has a number that 32 bits cannot hold; 9 GiB."""

@@ -380,15 +380,19 @@ def _combine_kernel(
     n_parts, window, max_tokens, n_tiles,
     N_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MULTI: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr, EXTRA: tl.constexpr, PDL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    CHUNK: tl.constexpr, SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr, EXTRA: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """A tile is PIECE values of one head of one token. Parts are EXTRA, then SPLITS at most."""
-    pieces: tl.constexpr = BLOCK_D // PIECE
+    """A tile is PIECES times PIECE values of one head of one token.
+
+    Parts are EXTRA, then SPLITS at most. The order in which lanes sum them follows from PIECE.
+    """
+    pieces: tl.constexpr = BLOCK_D // (PIECE * PIECES)
     if PDL:
         _let_next_kernel_start()
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-        d0 = tile % pieces * PIECE
+        d0 = tile % pieces * (PIECE * PIECES)
         heads = tile // pieces % N_HEADS + tl.arange(0, 1)
         token = tile // (pieces * N_HEADS) % max_tokens
         _, first_token, n_tokens, _, used = _sequence(
@@ -397,21 +401,22 @@ def _combine_kernel(
         if PDL:
             _wait_for_earlier_kernels()
         if token < n_tokens:
-            d = d0 + tl.arange(0, PIECE)
-            ok = (heads < N_HEADS)[:, None] & (d < HEAD_DIM)[None, :]
             results = (first_token + token).to(tl.int64) * N_HEADS + heads
             part_lse_ptr = part_ptr + n_parts.to(tl.int64) * HEAD_DIM
-            acc, top, total = _merge(
-                part_ptr, part_lse_ptr, results, d, used + EXTRA, HEAD_DIM, PIECE, SPLITS + EXTRA,
-                CHUNK)
-            out, lse = _finish(acc, top, total, sinks_ptr, heads, heads < N_HEADS, HAS_SINKS)
             o_rows = (first_token + token).to(tl.int64) * stride_ot
             o_rows += heads.to(tl.int64) * stride_oh
-            out_ptrs = out_ptr + o_rows[:, None] + d[None, :]
-            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=ok)
-            if HAS_LSE:
-                first_piece = heads + d0 * N_HEADS < N_HEADS
-                tl.store(lse_ptr + results, lse, mask=first_piece)
+            for piece in tl.static_range(PIECES):
+                d = d0 + piece * PIECE + tl.arange(0, PIECE)
+                ok = (heads < N_HEADS)[:, None] & (d < HEAD_DIM)[None, :]
+                acc, top, total = _merge(
+                    part_ptr, part_lse_ptr, results, d, used + EXTRA, HEAD_DIM, PIECE,
+                    SPLITS + EXTRA, CHUNK)
+                out, lse = _finish(acc, top, total, sinks_ptr, heads, heads < N_HEADS, HAS_SINKS)
+                out_ptrs = out_ptr + o_rows[:, None] + d[None, :]
+                tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=ok)
+                if HAS_LSE and piece == 0:
+                    first_piece = heads + d0 * N_HEADS < N_HEADS
+                    tl.store(lse_ptr + results, lse, mask=first_piece)
 
 
 @triton.jit
@@ -824,16 +829,18 @@ def bind_combine(
     paged_attn_quantized has), and its number of tiles."""
     dev, block_d, splits = device.current(), shared["BLOCK_D"], config["SPLITS"]
     extra = config.get("OUTLIER_SPLITS", 0)
-    # Few results are merged by more programs, of which each takes a part of the row.
-    piece = block_d
-    if dev.registers and n_results * block_d // 32 <= 2 * dev.num_cores:
-        piece = min(32, block_d)
-    n_merges = n_results * block_d // piece
+    # A program takes several pieces of a row, or, where results are few, one. Pieces are the same,
+    # so that a result does not depend on what else there is.
+    piece = min(32, block_d) if dev.registers else block_d
+    few = n_results * block_d // piece <= 2 * dev.num_cores
+    pieces = 1 if few else block_d // piece
+    n_merges = n_results * block_d // (piece * pieces)
     combine = bind(
         _combine_kernel,
         (min(n_merges, max_programs),),
         **shared,
         PIECE=piece,
+        PIECES=pieces,
         CHUNK=min(next_power_of_2(splits + extra), 32, max(1, 8192 // piece)),
         SPLITS=splits,
         EXTRA=extra,
@@ -1054,7 +1061,7 @@ def decode_config(problem: Problem, dev: Device) -> Config:
         splits = _largest_power_of_2(max(1, most))
     elif tiles <= dev.num_cores:
         warps = 4
-    elif tiles >= 1024:
+    elif tiles >= 1024 or splits > 1:
         stages = 2
     return {
         **_DECODE,
@@ -1109,8 +1116,10 @@ def _portable_config(problem: Problem, dev: Device) -> Config:
     rows = p["max_seqlen_q"] * (group if pack else 1)
     most_rows = 128 if p["head_dim"] <= 128 and p["dtype"] != torch.float32 else 32
     block_m = min(most_rows, max(16, next_power_of_2(rows))) if p["varlen"] else 16
-    tiles = p["batch"] * p["num_kv_heads"] * cdiv(rows, block_m) * (1 if pack else group)
-    keys = _most_keys(p)
+    sequences = p["batch"] * p["num_kv_heads"] * (1 if pack else group)
+    if dev.registers and block_m == 128 and 8 * sequences * cdiv(rows, 128) <= dev.num_cores:
+        block_m = 64  # a core each has half of the rows, or of the parts to merge
+    tiles, keys = sequences * cdiv(rows, block_m), _most_keys(p)
     splits, share = _default_splits(tiles, keys, dev.num_dot_cores, compute_bound=block_m >= 64)
     config: Config = {
         "BLOCK_M": block_m,
@@ -1157,13 +1166,14 @@ def _default_splits(
 ) -> tuple[int, int]:
     """(SPLITS, MIN_SHARE) by shapes alone.
 
-    Too few tiles for the cores: two programs a core, each with 64 keys at least. Otherwise tables
-    of long sequences may hold short ones beside long ones, and whole sequences would end at
-    different times: shares of 2048 keys or more, which cost under 1% in partial results, as long as
-    the programs without a share do not become too many.
+    Too few tiles for the cores: two programs a core, each with 64 keys at least, or one, of many
+    rows, whose parts are large. Otherwise tables of long sequences may hold short ones beside long
+    ones, and whole sequences would end at different times: shares of 2048 keys or more, which cost
+    under 1% in partial results, as long as the programs without a share do not become too many.
     """
     if 4 * tiles < 3 * cores:
-        return _largest_power_of_2(max(1, min(2 * cores // tiles, 128, cdiv(keys, 64)))), 64
+        programs = cores if compute_bound and 8 * tiles <= cores else 2 * cores
+        return _largest_power_of_2(max(1, min(programs // tiles, 128, cdiv(keys, 64)))), 64
     if compute_bound or keys <= 4096:
         return 1, 2048
     return _largest_power_of_2(max(1, min(8, keys // 2048, 32 * cores // tiles))), 2048
