@@ -1078,7 +1078,8 @@ def _hopper_splits(problem: Problem, dev: Device) -> int:
     """SPLITS of the body for chunks on Hopper; 0: it doesn't suit.
 
     Without splits chunks must be long enough, and their tiles enough. With them the rows of a
-    sequence must fill a tile, and the keys that they may see be many.
+    sequence must fill a tile, and the keys that they may see be many; more for one tile alone,
+    which takes as long as two halves of it beside each other.
     """
     p, block_m = problem, flash_attn_hopper.BLOCK_M
     if dev.arch != "sm90" or not p["varlen"]:
@@ -1088,7 +1089,8 @@ def _hopper_splits(problem: Problem, dev: Device) -> int:
     if p["max_seqlen_q"] >= block_m and tiles >= 0.6 * rounds * dev.num_cores:
         return 1
     group, keys = p["num_heads"] // p["num_kv_heads"], _most_keys(p)
-    if p["max_seqlen_q"] * group < block_m or keys < 2048:
+    rows = p["max_seqlen_q"] * group
+    if rows < block_m or keys < (2048 if rows >= 2 * block_m else 4096):
         return 0
     if _packs_on_hopper(p):
         tiles = cdiv(p["max_seqlen_q"] * group, block_m) * p["batch"] * p["num_kv_heads"]
