@@ -108,6 +108,11 @@ def _skinny_linear_hopper_kernel(
     if PDL:
         _wait_for_earlier_kernels()
     x = gl.load(x_ptr + r * stride_x * 8 + columns, mask=there, other=0.0)
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
+    n = col0 + gl.arange(0, N, line)
+    ok_out = n < n_cols
+    if HAS_RESIDUAL:  # volatile: or it would be asked for where it is added, and waited for
+        residual = gl.load(residual_ptr + r * stride_r + n, mask=ok_out, other=0.0, volatile=True)
     scale = 1.0
     if HAS_NORM:
         x = x.to(gl.float32)
@@ -126,23 +131,20 @@ def _skinny_linear_hopper_kernel(
             _fetch(w_s, w_tile, i + STAGES, ok, n_inner, STAGES, K, EVEN_K, EVEN_N, tile)
         _commit()
 
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     y = gl.sum(acc, 1) * scale
-    n = col0 + gl.arange(0, N, line)
-    ok = n < n_cols
     if GATED:
         y, up = gl.split(gl.permute(gl.reshape(y, [2, N]), [1, 0]))
         up = gl.convert_layout(up, line)
         if HAS_BIAS:
-            up = up + gl.load(bias_ptr + n_cols + n, mask=ok, other=0.0).to(gl.float32)
+            up = up + gl.load(bias_ptr + n_cols + n, mask=ok_out, other=0.0).to(gl.float32)
     y = gl.convert_layout(y, line)
     if HAS_BIAS:
-        y = y + gl.load(bias_ptr + n, mask=ok, other=0.0).to(gl.float32)
+        y = y + gl.load(bias_ptr + n, mask=ok_out, other=0.0).to(gl.float32)
     if GATED:
         y = y / (1.0 + gl.exp(-y)) * up
     if HAS_RESIDUAL:
-        y = y + gl.load(residual_ptr + r * stride_r + n, mask=ok, other=0.0).to(gl.float32)
-    gl.store(out_ptr + r * stride_o + n, y.to(DTYPE), mask=ok)
+        y = y + residual.to(gl.float32)
+    gl.store(out_ptr + r * stride_o + n, y.to(DTYPE), mask=ok_out)
 
 
 # fmt: on

@@ -147,6 +147,9 @@ def _one_row(
     if PDL:
         _wait_for_earlier_kernels()
     row64 = row.to(tl.int64)
+    if HAS_RESIDUAL:  # volatile: or it would be asked for where it is added, and waited for
+        residual = tl.load(
+            residual_ptr + row64 * stride_r + cols, mask=cols < n_cols, other=0.0, volatile=True)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     if GATED:
         up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -187,8 +190,9 @@ def _one_row(
             up = up * scale
         up = _biased(up, up_bias_ptr, cols, n_cols, HAS_BIAS)
         y = y / (1.0 + tl.exp(-y)) * up
-    _put(y, out_ptr + row64 * stride_o + cols, residual_ptr + row64 * stride_r + cols,
-         cols < n_cols, out_ptr, HAS_RESIDUAL)
+    if HAS_RESIDUAL:
+        y += residual.to(tl.float32)
+    tl.store(out_ptr + row64 * stride_o + cols, y.to(out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
 @triton.jit
