@@ -16,6 +16,7 @@ import torch
 
 import tkernels
 from tests.compiled_for import lines_of
+from tkernels import config as config_module
 from tkernels import device
 from tkernels import moe_gemm_hopper as hopper
 from tkernels.moe_gemm_cases import moe_gemm_inputs, moe_gemm_problem
@@ -58,7 +59,8 @@ def test_why_unfit(changed: dict[str, Any], facts: device.Device, why: str | Non
     ("changed", "why"),
     [
         ({}, None),
-        ({"BLOCK_M": 160, "num_stages": 3}, None),
+        ({"BLOCK_M": 160, "num_stages": 4}, None),
+        ({"BLOCK_M": 160, "num_stages": 5}, "shared memory"),
         ({"BLOCK_M": 128}, "has BLOCK_M 144 or 160, got 128"),
         ({"BLOCK_K": 256}, "variant hopper has BLOCK_K 128"),
         ({"BLOCK_N": 256}, "has 128 outputs a tile, got BLOCK_N 256"),
@@ -201,54 +203,62 @@ def test_tails_save_tiles_and_are_no_more_than_must_be(tail: int, plain: None) -
 
 # In a process of its own: here Triton is an interpreter, there it must compile.
 CHILD = """
-import json, re
+import itertools, json, re
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from tkernels import offline
+from tkernels import device, moe_gemm_hopper, offline
 from tkernels.moe_gemm_cases import moe_gemm_inputs, moe_gemm_problem
 from tkernels.ops.moe_gemm import SPEC
 
-for first in (True, False):
+for height, first, int8 in itertools.product((144, 160), (True, False), (False, True)):
+    moe_gemm_hopper.SMALL = moe_gemm_hopper.SPREAD = height == 160
     sizes = (1536, 2048) if first else (2048, 768)
-    for int8 in (False, True):
-        problem = moe_gemm_problem(
-            4096, 128, 8, *sizes, first=first, int8=int8, path="int8" if int8 else "high")
-        with FakeTensorMode(), offline.record_launches() as launches:
-            inputs = moe_gemm_inputs(problem, torch.device("cpu"))
-            # A row stride of 8 numbers beyond 16: whole vectors, which the compiler must be told.
-            inputs["x"] = torch.nn.functional.pad(inputs["x"], (0, 8))[:, :-8]
-            SPEC.launch(**inputs)
-        launch = launches[-1]
-        ptx = offline.compiled_cuda(launch, 90).asm["ptx"]
-        mma = r"wgmma[.]mma_async[.]sync[.]aligned[.](m64n[0-9]+)k[0-9]+[.](\\S+)"
-        products = re.findall(mma, ptx)
-        found = {
-            "kernel": launch.fn.__name__,
-            "spills": offline.compile_cuda(launch, 90).spill_bytes,
-            "products": sorted(set(shape for shape, _ in products)),
-            "types": sorted(set(kind for _, kind in products)),
-            "gathers": len(re.findall(r"cp[.]async[.]c[ag][.]shared", ptx)),
-            "tma": len(re.findall(r"cp[.]async[.]bulk[.]tensor", ptx)),
-        }
-        print(json.dumps([first, int8, found]))
+    problem = moe_gemm_problem(
+        4096, 128, 8, *sizes, first=first, int8=int8, path="int8" if int8 else "high")
+    config = {**SPEC.default_config(problem, device.sm_facts(90)), "BLOCK_M": height}
+    with FakeTensorMode(), offline.record_launches() as launches:
+        inputs = moe_gemm_inputs(problem, torch.device("cpu"))
+        # A row stride of 8 numbers beyond 16: whole vectors, which the compiler must be told.
+        inputs["x"] = torch.nn.functional.pad(inputs["x"], (0, 8))[:, :-8]
+        SPEC.launch(**inputs, config=config)
+    launch = launches[-1]
+    compiled = offline.compiled_cuda(launch, 90)
+    ptx = compiled.asm["ptx"]
+    mma = r"wgmma[.]mma_async[.]sync[.]aligned[.](m64n[0-9]+)k[0-9]+[.](\\S+)"
+    products = re.findall(mma, ptx)
+    found = {
+        "kernel": launch.fn.__name__,
+        "spills": offline.compile_cuda(launch, 90).spill_bytes,
+        "shared": compiled.metadata.shared,
+        "products": sorted(set(shape for shape, _ in products)),
+        "types": sorted(set(kind for _, kind in products)),
+        "gathers": len(re.findall(r"cp[.]async[.]c[ag][.]shared", ptx)),
+        "tma": len(re.findall(r"cp[.]async[.]bulk[.]tensor", ptx)),
+    }
+    print(json.dumps([height, first, int8, found]))
 """
 
 
+_Compiled = dict[tuple[int, bool, bool], dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def compiled() -> dict[tuple[bool, bool], dict[str, Any]]:
+def compiled() -> _Compiled:
     rows = [json.loads(line) for line in lines_of(CHILD) if line.startswith("[")]
-    return {(first, int8): found for first, int8, found in rows}
+    return {(height, first, int8): found for height, first, int8, found in rows}
 
 
 @pytest.mark.slow
-def test_multiplies_main_rows_and_tails(compiled: dict[tuple[bool, bool], dict[str, Any]]) -> None:
-    """128 rows of x and 16 stand where an instruction takes any number; rows of tokens alone are
-    gathered."""
-    assert len(compiled) == 4
-    for (first, int8), found in compiled.items():
+def test_multiplies_main_rows_halves_and_tails(compiled: _Compiled) -> None:
+    """128 rows of x, 64 where tiles may be small, and a tail stand where an instruction takes any
+    number; rows of tokens alone are gathered. Four stages fit, whatever the tail."""
+    assert len(compiled) == 8
+    for (height, first, int8), found in compiled.items():
         assert found["kernel"] == "_moe_gemm_hopper_kernel"
-        assert found["spills"] <= 64, (first, int8, found)  # where sums wait for the next tile
-        assert found["products"] == ["m64n128", "m64n16"]
+        assert found["spills"] <= 64, (height, first, int8, found)  # of sums that wait for a tile
+        assert found["shared"] <= SM90.local_mem_bytes
+        widths = ["m64n128", "m64n32", "m64n64"] if height == 160 else ["m64n128", "m64n16"]
+        assert found["products"] == widths
         assert found["types"] == ["s32.s8.s8" if int8 else "f32.bf16.bf16"]
         assert (found["gathers"] > 0) is first
         assert found["tma"] > 0
@@ -290,7 +300,7 @@ def test_random_problems(
     experts = chance.choice([1, 2, 3, 8, 60, 128, 160])
     choices = min(experts, chance.choice([1, 2, 8]))
     tokens = chance.choice([1, 3, 17, 150, 1000, 3000])
-    stages = chance.choice([2, 3, 4] if height == 144 else [2, 3])
+    stages = chance.choice([2, 3, 4])
     k = (128 if int8 else 64) * chance.randrange(stages, 13)
     n = chance.choice([16, 130, 256, 500, 768, 1000])
     problem = moe_gemm_problem(
@@ -316,6 +326,58 @@ def test_random_problems(
         again = tkernels.moe_gemm(**inputs, out=out.tensor, config=config)
         assert torch.equal(again, first_bits)
     out.check("out")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("height", "small", "spread"),
+    [(144, False, False), (144, True, False), (160, False, True), (160, True, True)],
+)
+@pytest.mark.parametrize("int8", [False, True], ids=["w16", "w8a8"])
+@pytest.mark.parametrize("first", [True, False], ids=["gate_up", "down"])
+def test_counts_beside_the_sizes_of_tiles(
+    first: bool,
+    int8: bool,
+    height: int,
+    small: bool,
+    spread: bool,
+    dev: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Experts in several orders, each row against the reference; results start as NaN."""
+    if device.current().arch != "sm90":
+        pytest.skip("the body is for sm90")
+    monkeypatch.setattr(hopper, "SMALL", small)
+    monkeypatch.setattr(hopper, "SPREAD", spread)
+    config_module.reload()
+    counts = [0, 1, 2, 16, 17, 63, 64, 65, 96, 127, 128, 129, 143, 144, 145, 160, 161, 192, 193]
+    counts += [272, 288, 289, 320, 321, 448, 0]
+    counts[-1] = sum(counts) % 2
+    rows = sum(counts)
+    chance = random.Random(height + first + 2 * int8)
+    k = 512 if int8 else 256
+    problem = moe_gemm_problem(
+        rows // 2, len(counts), 2, 768, k, BF16, first=first, int8=int8,
+        path="int8" if int8 else "high",
+    )  # fmt: skip
+    inputs, config = moe_gemm_inputs(problem, dev), _config(problem, height, 4)
+    out = guarded(torch.full((rows, 384 if first else 768), 77.0, device=dev).to(BF16), padding=8)
+    for _ in range(4):
+        chance.shuffle(counts)
+        order = chance.sample(range(rows), rows)
+        offsets = [0, *np.cumsum(counts).tolist()]
+        inputs["expert_offsets"] = torch.tensor(offsets, dtype=torch.int32, device=dev)
+        inputs["sorted_ids"] = torch.tensor(order, dtype=torch.int32, device=dev)
+        out.tensor.fill_(torch.nan)
+        got = tkernels.moe_gemm(**inputs, out=out.tensor, config=config)
+        out.check("out")
+        assert_close(got, _truth(inputs), what=f"{counts}")
+        first_bits = got.clone()
+        for _ in range(3):
+            again = tkernels.moe_gemm(**inputs, out=out.tensor, config=config)
+            assert torch.equal(again, first_bits)
+    monkeypatch.undo()
+    config_module.reload()
 
 
 @pytest.mark.gpu

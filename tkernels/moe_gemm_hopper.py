@@ -4,7 +4,8 @@ One persistent program a core, as in ``masked_gemm_hopper``: a loader runs STAGE
 the ends of tiles too, and two groups of four warps multiply (wgmma). What bounds such a product is
 what the cores read from L2, and an expert's number of rows is no multiple of anything. So the tile
 is turned: 256 weights stand where an instruction takes 64 a time, rows of x where it takes any
-number: 128 to a tile, and TAIL more where that saves an expert a tile.
+number: 128 to a tile, TAIL more where that saves an expert a tile, and 64 where an expert has no
+more left (SMALL).
 
 Weights come by TMA. A group has 64 of the gate and the 64 of the up rows that these meet, so that a
 thread holds both sums. Rows of x in the order of experts come by TMA too; rows of tokens are
@@ -53,13 +54,14 @@ def _add(a, b):
 def _tiles(count, TAIL: gl.constexpr):
     """How many tiles ``count`` rows make.
 
-    TAIL = 16 more rows cost a tile about a quarter of what 128 do: they are taken where that saves
-    a tile, and by no more tiles than must.
+    TAIL = 16 or 32 more rows cost a tile about a quarter of what 128 do, as the instruction's other
+    operand is read all the same: they are taken where that saves a tile, and by no more tiles than
+    must.
     """
     plain = (count + 127) // 128
     tall = (count + 127 + TAIL) // (128 + TAIL)
     tailed = (gl.maximum(count - 128 * tall, 0) + TAIL - 1) // TAIL
-    return gl.where(4 * tall + tailed * (TAIL // 16) < 4 * plain, tall, plain)
+    return gl.where(4 * tall + tailed < 4 * plain, tall, plain)
 
 
 @gluon.jit
@@ -112,11 +114,15 @@ def _factors(
     row0, end, xs_ptr, tw_ptr, ids_ptr, n_sources, TOP_K: gl.constexpr, LOW: gl.constexpr,
     ROW_WEIGHT: gl.constexpr,
 ):
-    """What the sums of 256 rows are multiplied with, fp32: their scales, their weights."""
+    """What the sums of 256 rows are multiplied with, fp32: (their scales, their weights).
+
+    They are multiplied where they are told: nothing waits for the loads before that.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = row0 + gl.arange(0, 256, layout)
     ok = rows < end
-    factor = gl.full([256], 1.0, gl.float32, layout)
+    scales = gl.full([256], 1.0, gl.float32, layout)
+    weights = scales
     if ROW_WEIGHT or (LOW and TOP_K > 0):
         ids = gl.maximum(gl.load(ids_ptr + rows, mask=ok, other=0), 0)
         ids = gl.minimum(ids, n_sources * max(TOP_K, 1) - 1)
@@ -124,10 +130,10 @@ def _factors(
         sources = rows
         if TOP_K > 0:
             sources = ids // TOP_K
-        factor = gl.load(xs_ptr + sources, mask=ok, other=0.0)
+        scales = gl.load(xs_ptr + sources, mask=ok, other=0.0)
     if ROW_WEIGHT:
-        factor = factor * gl.load(tw_ptr + ids, mask=ok, other=0.0)
-    return factor
+        weights = gl.load(tw_ptr + ids, mask=ok, other=0.0)
+    return scales, weights
 
 
 @gluon.jit
@@ -138,15 +144,25 @@ def _message(lane, tile, expert, row0, end):
 
 
 @gluon.jit
+def _halves_of(main_s):
+    """The same tiles of 128 rows as twice as many of 64."""
+    shape: gl.constexpr = [main_s.shape[0] * 2, 64, main_s.shape[2]]
+    return _as(main_s, main_s.dtype, shape, main_s.layout)
+
+
+@gluon.jit
 def _issue(
     first, last, count, w_desc, main_desc, tail_desc, x_ptr, stride_x, main, tail, w_row,
-    other_half, row0, has_tail, buffers, bars, TAIL: gl.constexpr, STAGES: gl.constexpr,
-    GATHERED: gl.constexpr,
+    other_half, row0, end, buffers, bars, TAIL: gl.constexpr, STAGES: gl.constexpr,
+    GATHERED: gl.constexpr, SMALL: gl.constexpr,
 ):
     """Fetch the steps of a tile from ``first`` to ``last``; returns the steps counted."""
     main_s, tail_s, w_s, _, _, _ = buffers
     full, empty = bars
     step: gl.constexpr = main_s.shape[2]
+    has_tail = end - row0 > 128
+    is_small = end - row0 <= 64
+    halves = _halves_of(main_s)
     if GATHERED:
         k = gl.arange(0, step, gl.SliceLayout(0, main.type.layout.parent))[None, :]
         # Strides count units of 16 bytes, so that the compiler knows them to be whole vectors.
@@ -162,6 +178,8 @@ def _issue(
             hopper.mbarrier.expect(full.index(stage), 256 * 128)
         elif has_tail:
             hopper.mbarrier.expect(full.index(stage), (256 + 128 + TAIL) * 128)
+        elif SMALL and is_small:
+            hopper.mbarrier.expect(full.index(stage), (256 + 64) * 128)
         else:
             hopper.mbarrier.expect(full.index(stage), (256 + 128) * 128)
         for half in gl.static_range(2):
@@ -175,7 +193,14 @@ def _issue(
                 _gather(tail_s.index(stage), tail_rows + j * step, mask=tail_ok)
             _async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
         else:
-            _load_tile(main_desc, [row0, j * step], full.index(stage), main_s.index(stage))
+            if SMALL:  # boxes of 64 rows
+                _load_tile(main_desc, [row0, j * step], full.index(stage), halves.index(stage * 2))
+                if not is_small:
+                    _load_tile(
+                        main_desc, [row0 + 64, j * step], full.index(stage),
+                        halves.index(stage * 2 + 1))
+            else:
+                _load_tile(main_desc, [row0, j * step], full.index(stage), main_s.index(stage))
             if has_tail:
                 _load_tile(
                     tail_desc, [row0 + 128, j * step], full.index(stage), tail_s.index(stage))
@@ -188,7 +213,8 @@ def _load(
     w_desc, main_desc, tail_desc, x_ptr, offsets_ptr, ids_ptr, xs_ptr, tw_ptr, next_ptr, stride_x,
     buffers, bars, sizes,
     TAIL: gl.constexpr, STAGES: gl.constexpr, E: gl.constexpr, SILU: gl.constexpr,
-    TOP_K: gl.constexpr, LOW: gl.constexpr, ROW_WEIGHT: gl.constexpr,
+    TOP_K: gl.constexpr, LOW: gl.constexpr, ROW_WEIGHT: gl.constexpr, SMALL: gl.constexpr,
+    SPREAD: gl.constexpr,
 ):
     _, _, _, _, place_s, factor_s = buffers
     full, empty = bars
@@ -205,7 +231,8 @@ def _load(
     parity = 0
     tile = gl.program_id(0)
     expert, row0, end = _place(tile // n_n, tiles, upto, offsets_ptr, n_experts, TAIL)
-    factor = _factors(row0, end, xs_ptr, tw_ptr, ids_ptr, n_sources, TOP_K, LOW, ROW_WEIGHT)
+    scales, weights = _factors(
+        row0, end, xs_ptr, tw_ptr, ids_ptr, n_sources, TOP_K, LOW, ROW_WEIGHT)
     main = row0
     tail = row0
     if TOP_K > 0:
@@ -213,35 +240,55 @@ def _load(
         tail = _sources(ids_ptr, row0 + 128, end, n_sources, TOP_K, TAIL, layout)
     while tile < n_tiles:
         w_row = expert * n_weights + tile % n_n * (128 if SILU else 256)
-        has_tail = end - row0 > 128
         # Those who multiply find the tile's place and factors beside its first step. They have
         # left the tile before the last one when this step's stage is free.
         hopper.mbarrier.wait(empty.index(count % STAGES), ((count // STAGES) & 1) ^ 1)
         place_s.index(parity).store(_message(lane, tile, expert, row0, end))
         if LOW or ROW_WEIGHT:
-            factor_s.index(parity).store(factor)
+            factor_s.index(parity).store(scales * weights)
         _barrier()
         parity = 1 - parity
-        # A single warp looks where the next tile is as soon as all stages are taken. Four of them
-        # have what they gather in registers, which a second tile would not fit beside.
-        early: gl.constexpr = TOP_K == 0
-        if early:
+        # Tiles are not equally long: a program takes the next one when it can. A single warp looks
+        # where that is while stages are taken: a few loads, each of which waits for the one before.
+        # Four of them have what they gather in registers, which a second tile would not fit beside.
+        if TOP_K == 0:
+            this_end = end
+            if SPREAD:
+                count = _issue(
+                    0, 1, count, w_desc, main_desc, tail_desc, x_ptr, stride_x, main, tail, w_row,
+                    other_half, row0, this_end, buffers, bars, TAIL, STAGES, False, SMALL)
+                tile = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
+                count = _issue(
+                    1, 2, count, w_desc, main_desc, tail_desc, x_ptr, stride_x, main, tail, w_row,
+                    other_half, row0, this_end, buffers, bars, TAIL, STAGES, False, SMALL)
+                expert, row1, end = _place(
+                    tile // n_n, tiles, upto, offsets_ptr, n_experts, TAIL)
+                count = _issue(
+                    2, gl.minimum(3, n_steps), count, w_desc, main_desc, tail_desc, x_ptr,
+                    stride_x, main, tail, w_row, other_half, row0, this_end, buffers, bars, TAIL,
+                    STAGES, False, SMALL)
+                done = 3
+            else:
+                count = _issue(
+                    0, STAGES, count, w_desc, main_desc, tail_desc, x_ptr, stride_x, main, tail,
+                    w_row, other_half, row0, this_end, buffers, bars, TAIL, STAGES, False, SMALL)
+                tile = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
+                expert, row1, end = _place(
+                    tile // n_n, tiles, upto, offsets_ptr, n_experts, TAIL)
+                done = STAGES
+            scales, weights = _factors(
+                row1, end, xs_ptr, tw_ptr, ids_ptr, n_sources, TOP_K, LOW, ROW_WEIGHT)
             count = _issue(
-                0, STAGES, count, w_desc, main_desc, tail_desc, x_ptr, stride_x, main, tail, w_row,
-                other_half, row0, has_tail, buffers, bars, TAIL, STAGES, False)
+                done, n_steps, count, w_desc, main_desc, tail_desc, x_ptr, stride_x, main, tail,
+                w_row, other_half, row0, this_end, buffers, bars, TAIL, STAGES, False, SMALL)
         else:
             count = _issue(
                 0, n_steps, count, w_desc, main_desc, tail_desc, x_ptr, stride_x, main, tail,
-                w_row, other_half, row0, has_tail, buffers, bars, TAIL, STAGES, True)
-        # Tiles are not equally long: a program takes the next one when it can.
-        tile = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
-        expert, row1, end = _place(tile // n_n, tiles, upto, offsets_ptr, n_experts, TAIL)
-        factor = _factors(row1, end, xs_ptr, tw_ptr, ids_ptr, n_sources, TOP_K, LOW, ROW_WEIGHT)
-        if early:
-            count = _issue(
-                STAGES, n_steps, count, w_desc, main_desc, tail_desc, x_ptr, stride_x, main, tail,
-                w_row, other_half, row0, has_tail, buffers, bars, TAIL, STAGES, False)
-        else:
+                w_row, other_half, row0, end, buffers, bars, TAIL, STAGES, True, SMALL)
+            tile = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
+            expert, row1, end = _place(tile // n_n, tiles, upto, offsets_ptr, n_experts, TAIL)
+            scales, weights = _factors(
+                row1, end, xs_ptr, tw_ptr, ids_ptr, n_sources, TOP_K, LOW, ROW_WEIGHT)
             main = _sources(ids_ptr, row1, end, n_sources, TOP_K, 128, layout)
             tail = _sources(ids_ptr, row1 + 128, end, n_sources, TOP_K, TAIL, layout)
         row0 = row1
@@ -259,19 +306,21 @@ def _load(
 
 @gluon.jit
 def _sums(
-    SIDE: gl.constexpr, buffers, bars, count, n_steps, TAILED: gl.constexpr, TAIL: gl.constexpr,
-    STAGES: gl.constexpr, GATHERED: gl.constexpr, acc_dtype: gl.constexpr,
-    main_layout: gl.constexpr, tail_layout: gl.constexpr,
+    SIDE: gl.constexpr, buffers, bars, count, n_steps, ROWS: gl.constexpr, TAILED: gl.constexpr,
+    TAIL: gl.constexpr, STAGES: gl.constexpr, GATHERED: gl.constexpr, acc_dtype: gl.constexpr,
+    layout: gl.constexpr, tail_layout: gl.constexpr,
 ):
     """Products of a group's weights, 64 of each half, with the tile's rows, the last in flight.
 
-    Sums of both halves with 128 rows, then with TAIL more; these are zeros without TAILED.
+    Sums of both halves with ROWS rows, 64 or 128, then with TAIL more; these are zeros without
+    TAILED.
     """
     main_s, tail_s, w_s, _, _, _ = buffers
     full, empty = bars
     w_sides = _as(w_s, w_s.dtype, [STAGES * 4, 64, w_s.shape[2]], w_s.layout)
-    a = gl.zeros([64, 128], acc_dtype, main_layout)
-    b = gl.zeros([64, 128], acc_dtype, main_layout)
+    halves = _halves_of(main_s)
+    a = gl.zeros([64, ROWS], acc_dtype, layout)
+    b = gl.zeros([64, ROWS], acc_dtype, layout)
     c = gl.zeros([64, TAIL], acc_dtype, tail_layout)
     d = gl.zeros([64, TAIL], acc_dtype, tail_layout)
     for j in range(n_steps):
@@ -281,7 +330,10 @@ def _sums(
             hopper.fence_async_shared()
         first = w_sides.index(stage * 4 + SIDE)
         second = w_sides.index(stage * 4 + 2 + SIDE)
-        rows = main_s.index(stage).permute([1, 0])
+        if ROWS == 64:
+            rows = halves.index(stage * 2).permute([1, 0])
+        else:
+            rows = main_s.index(stage).permute([1, 0])
         a = hopper.warpgroup_mma(first, rows, a, is_async=True)
         b = hopper.warpgroup_mma(second, rows, b, is_async=True)
         if TAILED:
@@ -298,10 +350,35 @@ def _sums(
 
 
 @gluon.jit
+def _halves(sums, layout: gl.constexpr):
+    """[64, 128] as two of [64, 64]: which threads hold what stays."""
+    first, second = sums.reshape([64, 2, 64]).permute([0, 2, 1]).split()
+    return gl.convert_layout(first, layout), gl.convert_layout(second, layout)
+
+
+@gluon.jit
+def _weight_scales(
+    SIDE: gl.constexpr, ws_ptr, weight_row, col0, n_weights, n_out, SILU: gl.constexpr,
+    LOW: gl.constexpr, layout: gl.constexpr,
+):
+    """Of a group's weights of a tile, fp32 [64] of each half; ones where they have none."""
+    ones = gl.full([64], 1.0, gl.float32, layout)
+    if LOW:
+        ws = ws_ptr + weight_row.to(gl.int64)
+        cols = SIDE * 64 + col0 + gl.arange(0, 64, layout)
+        behind = n_out if SILU else 128
+        first = gl.load(ws + cols, mask=cols < n_weights, other=0.0)
+        second = gl.load(ws + cols + behind, mask=cols + behind < n_weights, other=0.0)
+    else:
+        first = ones
+        second = ones
+    return first, second
+
+
+@gluon.jit
 def _finish(
-    SIDE: gl.constexpr, first, second, factors, turn_s, row0, end, col0, weight_row, ws_ptr,
-    out_ptr, stride_o, n_weights, n_out, ROWS: gl.constexpr, layout: gl.constexpr,
-    SILU: gl.constexpr, LOW: gl.constexpr, FACTOR: gl.constexpr,
+    SIDE: gl.constexpr, first, second, scales, factors, turn_s, row0, end, col0, out_ptr, stride_o,
+    n_out, layout: gl.constexpr, SILU: gl.constexpr, LOW: gl.constexpr, FACTOR: gl.constexpr,
 ):
     """Scales, activation and routing weights of sums [64, ROWS], turned and stored."""
     a = first.to(gl.float32)
@@ -309,11 +386,8 @@ def _finish(
     if FACTOR:
         factor = factors.load(gl.SliceLayout(0, layout))[None, :]
     if LOW:
-        ws = ws_ptr + weight_row.to(gl.int64)
-        cols = SIDE * 64 + col0 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        behind = n_out if SILU else 128
-        a = a * gl.load(ws + cols, mask=cols < n_weights, other=0.0)[:, None]
-        b = b * gl.load(ws + cols + behind, mask=cols + behind < n_weights, other=0.0)[:, None]
+        a = a * gl.convert_layout(scales[0], gl.SliceLayout(1, layout))[:, None]
+        b = b * gl.convert_layout(scales[1], gl.SliceLayout(1, layout))[:, None]
     if SILU:
         if LOW:
             a = a * factor
@@ -325,9 +399,9 @@ def _finish(
         a = a * factor
         b = b * factor
     col = col0 + SIDE * 64
-    _put(a, turn_s, row0, end, col, out_ptr, stride_o, n_out, ROWS)
+    _put(a, turn_s, row0, end, col, out_ptr, stride_o, n_out)
     if not SILU:
-        _put(b, turn_s, row0, end, col + 128, out_ptr, stride_o, n_out, ROWS)
+        _put(b, turn_s, row0, end, col + 128, out_ptr, stride_o, n_out)
 
 
 @gluon.jit
@@ -348,27 +422,15 @@ def _silu(x):
 
 
 @gluon.jit
-def _put(
-    y, turn_s, row0, end, col, out_ptr, stride_o, n_out, ROWS: gl.constexpr,
-):
+def _put(y, turn_s, row0, end, col, out_ptr, stride_o, n_out):
     """Store [64, ROWS], turned: 64 columns from col on of the rows from row0 on."""
-    y = y.to(out_ptr.dtype.element_ty)
-    if ROWS == 128:
-        first, second = y.reshape([64, 2, 64]).permute([0, 2, 1]).split()
-        _put_rows(first, turn_s, row0, end, col, out_ptr, stride_o, n_out)
-        _put_rows(second, turn_s, row0 + 64, end, col, out_ptr, stride_o, n_out)
-    else:
-        _put_rows(y, turn_s.slice(0, ROWS), row0, end, col, out_ptr, stride_o, n_out)
-
-
-@gluon.jit
-def _put_rows(y, turn_s, row0, end, col, out_ptr, stride_o, n_out):
     # Eight threads store the 128 bytes that a row gets.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    rows = row0 + gl.arange(0, turn_s.shape[0], gl.SliceLayout(1, layout))
+    rows = row0 + gl.arange(0, y.shape[1], gl.SliceLayout(1, layout))
     cols = col + gl.arange(0, 64, gl.SliceLayout(0, layout))
     outs = out_ptr + (rows.to(gl.int64) * stride_o)[:, None] + cols[None, :]
-    turn_s.store(y.permute([1, 0]))
+    turn_s = turn_s.slice(0, y.shape[1])
+    turn_s.store(y.to(out_ptr.dtype.element_ty).permute([1, 0]))
     gl.store(outs, turn_s.load(layout), mask=(rows < end)[:, None] & (cols < n_out)[None, :])
 
 
@@ -376,13 +438,14 @@ def _put_rows(y, turn_s, row0, end, col, out_ptr, stride_o, n_out):
 def _multiply(
     SIDE: gl.constexpr, ws_ptr, out_ptr, stride_o, buffers, bars, sizes,
     TAIL: gl.constexpr, STAGES: gl.constexpr, SILU: gl.constexpr,
-    GATHERED: gl.constexpr, LOW: gl.constexpr, FACTOR: gl.constexpr,
+    GATHERED: gl.constexpr, LOW: gl.constexpr, FACTOR: gl.constexpr, SMALL: gl.constexpr,
 ):
     full, empty = bars
     n_weights, n_out, n_steps, _, _, n_n = sizes
     turn_s = buffers[3].index(SIDE)
     inner: gl.constexpr = 32 if LOW else 16
     main_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, inner])
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, inner])
     tail_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, inner])
     acc_dtype: gl.constexpr = gl.int32 if LOW else gl.float32
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [4], [0]))
@@ -397,41 +460,69 @@ def _multiply(
         end = gl.sum(gl.where(lane == 3, place, 0), 0)
         weight_row = gl.sum(gl.where(lane == 1, place, 0), 0) * n_weights
         col0 = tile % n_n * (128 if SILU else 256)
-        # Where the activation makes what follows long, it stands there once; elsewhere twice, and
-        # no sums are moved.
+        # Long before they are needed.
+        scales = _weight_scales(
+            SIDE, ws_ptr, weight_row, col0, n_weights, n_out, SILU, LOW,
+            gl.SliceLayout(1, half_layout))
+        # Where the activation makes what follows long, it stands there once; elsewhere for each
+        # kind of tile, and no sums are moved.
         if end - row0 > 128:
             a, b, c, d = _sums(
-                SIDE, buffers, bars, count, n_steps, True, TAIL, STAGES, GATHERED, acc_dtype,
+                SIDE, buffers, bars, count, n_steps, 128, True, TAIL, STAGES, GATHERED, acc_dtype,
                 main_layout, tail_layout)
             a, b, c, d = hopper.warpgroup_mma_wait(0, deps=[a, b, c, d])
             hopper.mbarrier.arrive(empty.index((count + n_steps - 1) % STAGES), count=1)
+            a0, a1 = _halves(a, half_layout)
+            b0, b1 = _halves(b, half_layout)
             if not SILU:
                 _finish(
-                    SIDE, a, b, factors.slice(0, 128), turn_s, row0, end, col0, weight_row, ws_ptr,
-                    out_ptr, stride_o, n_weights, n_out, 128, main_layout, SILU, LOW, FACTOR)
+                    SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
+                    stride_o, n_out, half_layout, SILU, LOW, FACTOR)
                 _finish(
-                    SIDE, c, d, factors.slice(128, TAIL), turn_s, row0 + 128, end, col0,
-                    weight_row, ws_ptr, out_ptr, stride_o, n_weights, n_out, TAIL, tail_layout,
-                    SILU, LOW, FACTOR)
+                    SIDE, a1, b1, scales, factors.slice(64, 64), turn_s, row0 + 64, end, col0,
+                    out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR)
+                _finish(
+                    SIDE, c, d, scales, factors.slice(128, TAIL), turn_s, row0 + 128, end, col0,
+                    out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR)
+        elif SMALL and end - row0 <= 64:
+            a0, b0, c, d = _sums(
+                SIDE, buffers, bars, count, n_steps, 64, False, TAIL, STAGES, GATHERED, acc_dtype,
+                half_layout, tail_layout)
+            a0, b0 = hopper.warpgroup_mma_wait(0, deps=[a0, b0])
+            hopper.mbarrier.arrive(empty.index((count + n_steps - 1) % STAGES), count=1)
+            a1 = gl.zeros([64, 64], acc_dtype, half_layout)
+            b1 = a1
+            if not SILU:
+                _finish(
+                    SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
+                    stride_o, n_out, half_layout, SILU, LOW, FACTOR)
         else:
             a, b, c, d = _sums(
-                SIDE, buffers, bars, count, n_steps, False, TAIL, STAGES, GATHERED, acc_dtype,
+                SIDE, buffers, bars, count, n_steps, 128, False, TAIL, STAGES, GATHERED, acc_dtype,
                 main_layout, tail_layout)
             a, b = hopper.warpgroup_mma_wait(0, deps=[a, b])
             hopper.mbarrier.arrive(empty.index((count + n_steps - 1) % STAGES), count=1)
+            a0, a1 = _halves(a, half_layout)
+            b0, b1 = _halves(b, half_layout)
             if not SILU:
                 _finish(
-                    SIDE, a, b, factors.slice(0, 128), turn_s, row0, end, col0, weight_row, ws_ptr,
-                    out_ptr, stride_o, n_weights, n_out, 128, main_layout, SILU, LOW, FACTOR)
+                    SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
+                    stride_o, n_out, half_layout, SILU, LOW, FACTOR)
+                _finish(
+                    SIDE, a1, b1, scales, factors.slice(64, 64), turn_s, row0 + 64, end, col0,
+                    out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR)
         if SILU:
             _finish(
-                SIDE, a, b, factors.slice(0, 128), turn_s, row0, end, col0, weight_row, ws_ptr,
-                out_ptr, stride_o, n_weights, n_out, 128, main_layout, SILU, LOW, FACTOR)
+                SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
+                stride_o, n_out, half_layout, SILU, LOW, FACTOR)
+            if not SMALL or end - row0 > 64:
+                _finish(
+                    SIDE, a1, b1, scales, factors.slice(64, 64), turn_s, row0 + 64, end, col0,
+                    out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR)
             if end - row0 > 128:
                 _finish(
-                    SIDE, c, d, factors.slice(128, TAIL), turn_s, row0 + 128, end, col0,
-                    weight_row, ws_ptr, out_ptr, stride_o, n_weights, n_out, TAIL, tail_layout,
-                    SILU, LOW, FACTOR)
+                    SIDE, c, d, scales, factors.slice(128, TAIL), turn_s, row0 + 128, end, col0,
+                    out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR)
         count += n_steps
         parity = 1 - parity
         hopper.mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
@@ -447,6 +538,7 @@ def _moe_gemm_hopper_kernel(
     stride_o, n_weights, n_out, n_steps, n_n, n_experts, n_sources,
     LOW: gl.constexpr, SILU: gl.constexpr, ROW_WEIGHT: gl.constexpr, TOP_K: gl.constexpr,
     TAIL: gl.constexpr, STAGES: gl.constexpr, E: gl.constexpr, PDL: gl.constexpr,
+    SMALL: gl.constexpr, SPREAD: gl.constexpr,
 ):
     if PDL:
         _wait_for_earlier_kernels()
@@ -483,12 +575,12 @@ def _moe_gemm_hopper_kernel(
     gl.warp_specialize(
         [
             (_multiply, (0, ws_ptr, out_ptr, stride_o, buffers, bars, sizes, TAIL, STAGES, SILU,
-                         GATHERED, LOW, FACTOR)),
+                         GATHERED, LOW, FACTOR, SMALL)),
             (_multiply, (1, ws_ptr, out_ptr, stride_o, buffers, bars, sizes, TAIL, STAGES, SILU,
-                         GATHERED, LOW, FACTOR)),
+                         GATHERED, LOW, FACTOR, SMALL)),
             (_load, (w_desc, main_desc, tail_desc, x_ptr, offsets_ptr, ids_ptr, xs_ptr, tw_ptr,
                      next_ptr, stride_x, buffers, bars, sizes, TAIL, STAGES, E, SILU, TOP_K, LOW,
-                     ROW_WEIGHT)),
+                     ROW_WEIGHT, SMALL, SPREAD)),
         ],
         [4, 4 if TOP_K > 0 else 1], [216 if TOP_K > 0 else 232, 72 if TOP_K > 0 else 40])
 
@@ -497,6 +589,10 @@ def _moe_gemm_hopper_kernel(
 
 # ---- host --------------------------------------------------------------------------------------
 
+# Whether the last rows of an expert, where they are 64 or fewer, are multiplied as 64.
+SMALL = False
+# Whether a loader of one warp looks for the next tile between a tile's first steps.
+SPREAD = False
 # What the body has no choice of.
 FIXED: Config = {
     "variant": "hopper",
@@ -548,7 +644,7 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return f"variant hopper needs num_stages of 2 or more, got {stages}"
     if problem["k"] * (1 if problem["int8"] else 2) < stages * BLOCK_K:
         return f"variant hopper needs as many steps of {BLOCK_K} bytes as stages, got {stages}"
-    if (used := stages * (m + 256) * BLOCK_K + 20480) > dev.local_mem_bytes:
+    if (used := stages * (m + 256) * BLOCK_K + 19456) > dev.local_mem_bytes:
         return f"tiles take {used} bytes of shared memory, more than {dev.local_mem_bytes}"
     return None
 
@@ -571,7 +667,7 @@ def bind(
     rows = (n_sources, k, stride_x)
     boxes = (
         _describer((e * n, k, strides[0]), 128, step, bits, 128),
-        _describer(rows, 128, step, bits, 128),
+        _describer(rows, 64 if SMALL else 128, step, bits, 128),
         _describer(rows, tail, step, bits, 128),
     )
     start = device.bind_described(
@@ -583,6 +679,8 @@ def bind(
         STAGES=config["num_stages"],
         E=next_power_of_2(e),
         PDL=config["PDL"],
+        SMALL=SMALL,
+        SPREAD=SPREAD,
         LOW=low,
         SILU=silu,
         ROW_WEIGHT=facts["ROW_WEIGHT"],
