@@ -107,6 +107,7 @@ COMPILED: list[Any] = [
     (9, 4048, {}, {"BLOCK_K": 256, "BLOCK_N": 128, "SPLIT_K": 4}),  # ends within a step
     (32, 4096, {}, {"BLOCK_M": 32, "SPLIT_K": 2}),
     (64, 4096, {}, {"BLOCK_M": 64, "SPLIT_K": 4, "BLOCK_N": 128, "num_warps": 8}),
+    (7, 16, {}, {"num_stages": 2}),  # a row is 16 bytes, the unit of strides
 ]
 
 

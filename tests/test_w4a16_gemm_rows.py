@@ -127,6 +127,7 @@ COMPILED: list[Any] = [
     (32, 4096, "bfloat16", {}, {"BLOCK_M": 32}),
     (64, 4096, "bfloat16", {}, {"BLOCK_M": 64, "BLOCK_K": 128, "num_warps": 8}),
     (16, 4096, "bfloat16", {}, {"programs_per_core": 2, "num_warps": 8}),
+    (7, 32, "float16", {"group": 32}, {"SPLIT_K": 1}),  # a row is 16 bytes, the unit of strides
 ]  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def _of_outputs(
     return scale, bias
 
 
-@gluon.jit(do_not_specialize=["n_rows", "n_m"])
+@gluon.jit(do_not_specialize=["stride_w", "n_rows", "n_m"])
 def _masked_gemm_rows_kernel(
     w_ptr, xq_ptr, ws_ptr, xs_ptr, bias_ptr, out_ptr, part_ptr,
     stride_w, stride_xq,  # in units of 16 bytes

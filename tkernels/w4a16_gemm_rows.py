@@ -224,7 +224,7 @@ def _sum_of_slices(acc, rows: gl.constexpr):
     return gl.convert_layout(y, rows)
 
 
-@gluon.jit(do_not_specialize=["n_rows", "n_m"])
+@gluon.jit(do_not_specialize=["stride_w", "n_rows", "n_m"])
 def _w4a16_gemm_rows_kernel(
     x_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, out_ptr, part_ptr,
     stride_x, stride_w,  # in units of 16 bytes
