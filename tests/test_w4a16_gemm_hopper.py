@@ -67,7 +67,8 @@ def test_why_unfit_elsewhere() -> None:
     ("problem", "expected"),
     [
         (w4_problem(1, 12288, 4096), (8, 16, 1, 2)),
-        (w4_problem(16, 12288, 4096), (16, 32, 1, 4)),
+        (w4_problem(16, 16384, 4096), (16, 32, 1, 4)),
+        (w4_problem(16, 12288, 4096), None),
         (w4_problem(1, 4096, 12288), (8, 16, 1, 4)),
         (w4_problem(3, 128, 12288), (8, 16, 6, 4)),
         (w4_problem(1, 48, 128), (8, 16, 1, 1)),

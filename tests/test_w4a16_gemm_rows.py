@@ -113,6 +113,40 @@ def test_its_own_default_is_legal(m: int, n: int, k: int) -> None:
         assert SPEC.why_illegal(config, problem, SM90) is None
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((2, 4096, 12288), (8, 256, 12, 3)),
+        ((8, 12288, 4096), (8, 256, 4, 3)),
+        ((9, 4096, 12288), (16, 128, 12, 5)),
+        ((16, 12288, 4096), (16, 128, 4, 5)),
+        ((16, 6144, 4096), (16, 256, 8, 3)),
+        ((16, 5120, 5120), (16, 256, 7, 3)),  # three steps for all but the last
+        ((1, 4096, 12288), None),
+        ((17, 4096, 12288), None),
+        ((16, 1024, 4096), None),  # too few programs
+        ((16, 24576, 4096), None),  # more than are held at once
+    ],
+)
+def test_when_it_is_the_default(
+    sizes: tuple[int, int, int], expected: tuple[int, ...] | None
+) -> None:
+    problem = w4_problem(*sizes)
+    chosen = SPEC.default_config(problem, SM90)
+    assert SPEC.why_illegal(chosen, problem, SM90) is None
+    names = ("BLOCK_M", "BLOCK_K", "SPLIT_K", "num_stages")
+    if expected is None:
+        assert chosen["variant"] != "rows"
+        return
+    assert (chosen["variant"], *(chosen[name] for name in names)) == ("rows", *expected)
+    programs = math.ceil(sizes[1] / chosen["BLOCK_N"]) * chosen["SPLIT_K"]
+    assert programs <= 3 * SM90.num_cores
+    assert 3 * (w4a16_gemm_rows._bytes_of(chosen, problem) + 1024) <= 228 << 10
+    split, k = chosen["SPLIT_K"], sizes[2]
+    columns = w4a16_gemm_rows.steps_of(chosen, k) * chosen["BLOCK_K"]
+    assert (split - 1) * columns < k <= split * columns  # none without work
+
+
 # ---- what the compiler makes of it -------------------------------------------------------------
 
 COMPILED: list[Any] = [
@@ -127,6 +161,7 @@ COMPILED: list[Any] = [
     (32, 4096, "bfloat16", {}, {"BLOCK_M": 32}),
     (64, 4096, "bfloat16", {}, {"BLOCK_M": 64, "BLOCK_K": 128, "num_warps": 8}),
     (16, 4096, "bfloat16", {}, {"programs_per_core": 2, "num_warps": 8}),
+    (16, 12288, "bfloat16", {}, {"BLOCK_K": 128, "SPLIT_K": 12, "num_stages": 5}),  # a default
     (7, 32, "float16", {"group": 32}, {"SPLIT_K": 1}),  # a row is 16 bytes, the unit of strides
 ]  # fmt: skip
 
@@ -156,6 +191,9 @@ def test_compiled_for_sm90() -> None:
         assert case["parts"] == 0, case
         if changed["programs_per_core"] == 2:
             assert case["registers"] <= 128, case
+        if changed["SPLIT_K"] == 12:  # a core holds three programs
+            assert case["registers"] <= 168, case
+            assert case["shared_bytes"] + 1024 <= (228 << 10) // 3, case
 
 
 # ---- results, on the GPU -----------------------------------------------------------------------

@@ -40,8 +40,8 @@ else:
 
 CHUNK = gl.constexpr(64)  # columns of x that a product takes
 MOST_TILES = 16  # of a program: their scales are asked for one by one
-# Rows for which this body is the default: none, until it is timed.
-DEFAULT_ROWS = range(0)
+DEFAULT_ROWS = range(2, 17)  # rows for which this body may be the default
+AT_ONCE = 3  # programs that a core holds by default
 
 # fmt: off
 
@@ -427,6 +427,15 @@ def scales_of(config: Config, problem: Problem) -> int:
     return next_power_of_2(steps_of(config, k) * a_step)
 
 
+def _bytes_of(config: Config, problem: Problem, tiles: int = 1) -> int:
+    """Of shared memory: the stages of weights, x, and scales and zero points of ``tiles``."""
+    r, n, k, slices = (config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SLICES"))
+    stages = config["num_stages"] * n * k // 2
+    of_a_scale = problem["scale"].itemsize + (2 if problem["zero"] else 0)
+    scales = tiles * n * scales_of(config, problem) * of_a_scale
+    return int(slices * (stages + 2 * steps_of(config, problem["k"]) * r * k) + scales)
+
+
 def piece_to_add(m: int, n: int, dev: Device) -> tuple[int, int]:
     """Columns that a program of ``_add_rows_kernel`` has, and its warps."""
     piece = max(128, min(1024, next_power_of_2(n)))
@@ -436,20 +445,58 @@ def piece_to_add(m: int, n: int, dev: Device) -> tuple[int, int]:
 
 
 def default_config(problem: Problem, dev: Device) -> Config:
-    """Parts of x of 32 KB, so that all programs run at once. Not timed yet."""
+    """Three programs a core, all at once, and stages that fill what x leaves of shared memory.
+
+    From 4096 x 12288 on an H200: 384 programs of 8 rows with three stages of 256 columns, of which
+    a core holds three, took 10.1 us, those of 16 rows, of which it holds two, 14.0. So these have
+    shorter stages, which is not timed yet.
+    """
     rows = max(8, next_power_of_2(problem["m"]))
+    if rows > 16:  # parts of x of 32 KB; not chosen by what was measured
+        rows = min(64, rows)
+        split = max(1, min(64, cdiv(problem["k"], 32768 // rows)))
+        return _default(rows, 64, 256, split, 3)
+    most = max(1, AT_ONCE * dev.num_cores // cdiv(problem["n"], 128))
+    # Two steps of 256 columns a program at the least, 1024 columns at the most.
+    k = problem["k"]
+    split = max(min(most, k // 512), cdiv(k, 1024))
+    share = dev.local_mem_bytes // AT_ONCE - 1024
+    for block_k, stages in ((256, 3), (128, 5)):
+        steps = cdiv(k, block_k)
+        even = cdiv(steps, cdiv(steps, min(split, 64)))  # as many steps each, none for nothing
+        config = _default(rows, 128, block_k, even, stages)
+        if _bytes_of(config, problem) <= share:
+            break
+    return config
+
+
+def _default(rows: int, n: int, k: int, split: int, stages: int) -> Config:
     return {
-        "BLOCK_M": min(64, rows),
-        "BLOCK_N": 128 if rows <= 16 else 64,
-        "BLOCK_K": 256,
-        "SPLIT_K": max(1, min(64, cdiv(problem["k"], min(1024, 32768 // min(64, rows))))),
+        "BLOCK_M": rows,
+        "BLOCK_N": n,
+        "BLOCK_K": k,
+        "SPLIT_K": split,
         "SLICES": 1,
         "programs_per_core": 0,
         "variant": "rows",
         "PDL": True,
         "num_warps": 4,
-        "num_stages": 4 if rows <= 16 else 3,
+        "num_stages": stages,
     }
+
+
+def is_default(problem: Problem, config: Config, dev: Device) -> bool:
+    """Whether its default is that of the operation: by analogy, but for long K and up to 8 rows.
+
+    Half of the programs that the chip holds at once are there, or more, and no more than it holds.
+    """
+    if problem["m"] not in DEFAULT_ROWS:
+        return False
+    programs, held = (
+        cdiv(problem["n"], config["BLOCK_N"]) * config["SPLIT_K"],
+        AT_ONCE * dev.num_cores,
+    )
+    return bool(held <= 2 * programs <= 2 * held)
 
 
 def why_no_tiles(config: Config) -> str | None:
@@ -489,7 +536,7 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if why := why_no_tiles(config):
         return why
     r, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    warps, stages, slices = config["num_warps"], config["num_stages"], config["SLICES"]
+    warps, slices = config["num_warps"], config["SLICES"]
     per_core = config["programs_per_core"]
     if slices not in (1, 2, 4, 8, 16) or warps % slices:
         return f"SLICES must divide the {warps} warps, got {slices}"
@@ -499,17 +546,15 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     tiles = tiles_of(config, problem["m"], problem["n"], per_core * dev.num_cores)
     if tiles > MOST_TILES:
         return f"a program has at most {MOST_TILES} tiles, got {tiles}"
-    of_a_scale = problem["scale"].itemsize + (2 if problem["zero"] else 0)
-    scales = tiles * n * scales_of(config, problem) * of_a_scale
-    tile = slices * (stages * n * k // 2 + 2 * steps * r * k) + scales
-    used = with_sums(tile, tiles, slices * n * r)
+    numbers = tiles * n * scales_of(config, problem)
+    used = with_sums(_bytes_of(config, problem, tiles), tiles, slices * n * r)
     if used > dev.local_mem_bytes:
         return f"the tiles take {used} bytes of shared memory, more than {dev.local_mem_bytes}"
     # Sums, those of a group, a step's codes, x and weights of a product.
     taken = (2 * a_warp * r + a_warp * k // 8) // 32 + r // 2 + a_warp
     on_the_way = x_registers(2 * steps * slices * k * r, warps)
     # Scales and zero points come at that time too: most have a register of their own.
-    on_the_way += scales // of_a_scale * (2 if problem["zero"] else 1) // (32 * warps)
+    on_the_way += numbers * (2 if problem["zero"] else 1) // (32 * warps)
     if (left := w4.most_registers(warps, per_core)) < max(64 + taken, 48 + on_the_way):
         return f"{per_core or 1} programs of {warps} warps leave {left} registers a thread, too few"
     return None

@@ -924,7 +924,8 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     rows = w4a16_gemm_rows
     if problem["m"] in rows.DEFAULT_ROWS and rows.why_unfit(problem, dev) is None:
         config = rows.default_config(problem, dev)
-        if rows.why_illegal(config, problem, dev) is None:
+        legal = rows.why_illegal(config, problem, dev) is None
+        if legal and rows.is_default(problem, config, dev):
             return config
     if problem["m"] > 16 or w4a16_gemm_hopper.why_unfit(problem, dev):
         return _portable_config(problem, dev)
