@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from typing import Any
 
 import pytest
@@ -145,6 +146,34 @@ def test_when_it_is_the_default(
     split, k = chosen["SPLIT_K"], sizes[2]
     columns = w4a16_gemm_rows.steps_of(chosen, k) * chosen["BLOCK_K"]
     assert (split - 1) * columns < k <= split * columns  # none without work
+
+
+@pytest.mark.parametrize("zero", [None, 0, 3, 15, 99])
+def test_codes_become_bf16(zero: int | None) -> None:
+    """What the PTX says, in exact arithmetic, of every half of a word."""
+    text = w4a16_gemm_rows._decoding(zero is not None)
+    halves = torch.arange(1 << 16)
+    values = {"$4": halves, "t": halves >> 8}
+    assert "shr.u32 t, $4, 8;" in text  # what comes from the other half is masked
+
+    def numbers(bits: torch.Tensor) -> torch.Tensor:
+        return bits.to(torch.int16).view(BF16).double()
+
+    consts = {
+        name: numbers(torch.tensor(int(bits, 16) & 0xFFFF))
+        for name, bits in re.findall(r"mov\.b32 (\w+), 0x(\w{8});", text)
+    }
+    if zero is not None:
+        assert "mov.b32 l, $5;" in text
+        consts["l"] = torch.tensor(-zero / 64, dtype=BF16).double()
+    steps = re.findall(
+        r"and\.b32 \$(\d), (\S+), 0x(\w{8});fma\.rn\.bf16x2 \$\1, \$\1, (s\d), l;", text
+    )
+    assert [int(step[0]) for step in steps] == [0, 1, 2, 3]
+    for i, (_, source, mask, factor) in enumerate(steps):
+        got = numbers(values[source] & (int(mask, 16) & 0xFFFF)) * consts[factor] + consts["l"]
+        codes = halves >> 4 * i & 15
+        assert torch.equal(got * 64, (codes - (8 if zero is None else zero)).double())
 
 
 # ---- what the compiler makes of it -------------------------------------------------------------

@@ -10,7 +10,10 @@ the products take them, so that no warp has to do it again. Weights come by ``cp
 of stages, scales and zero points of all steps go to shared memory too.
 
 A step has BLOCK_K columns for each of SLICES warps, side by side; the other warps have outputs of
-their own. Decoding, products and the scaling of sums are as in ``w4a16_gemm_hopper``.
+their own. Products and the scaling of sums are as in ``w4a16_gemm_hopper``, and so is decoding in
+fp16. In bf16 codes stay where no exponent is: eight bits there, two codes of them, are as many
+times 2^-133, since exponents 0 and 1 have one step between numbers. One multiplication and addition
+makes (q - zero) / 64 of them, and a word needs one shift instead of three. Sums get 64 times that.
 
 With PDL both kernels of a call let the next one start at once, and read what no kernel writes
 before they wait, as there: that of the second one, which adds the parts of a split K in order, lets
@@ -43,7 +46,52 @@ MOST_TILES = 16  # of a program: their scales are asked for one by one
 DEFAULT_ROWS = range(2, 17)  # rows for which this body may be the default
 AT_ONCE = 3  # programs that a core holds by default
 
+PARTS_OF_ONE = gl.constexpr(64.0)  # in bf16: codes are counted in these
+
+
+def _decoding(zero: bool) -> str:
+    """PTX from two int16 of four codes each to pairs of (q - zero) / 64 in bf16.
+
+    ``zero``: $5 has, twice, -zero / 64; without it zero is 8.
+    """
+    text = "{.reg .b32 t, l, s0, s1; mov.b32 s0, 0x7f007f00; mov.b32 s1, 0x7d007d00;"
+    text += f"mov.b32 l, {'$5' if zero else '0xbe00be00'}; shr.u32 t, $4, 8;"
+    for i in range(4):
+        text += f"and.b32 ${i}, {('$4', 't')[i // 2]}, {('0x000f000f', '0x00f000f0')[i % 2]};"
+        text += f"fma.rn.bf16x2 ${i}, ${i}, s{i % 2}, l;"
+    return text + "}"
+
+
+_BF16, _BF16_ZERO = gl.constexpr(_decoding(False)), gl.constexpr(_decoding(True))
+
 # fmt: off
+
+
+@gluon.jit
+def _numbers(halves, zero, HAS_ZERO: gl.constexpr):
+    """q - zero of codes 0, 1, 2 and 3 of int16, in the dtype of ``zero``; in bf16 1/64 of it."""
+    if gl.float16 == zero.dtype:
+        numbers = _steps(halves, zero, HAS_ZERO)
+    elif HAS_ZERO:
+        numbers = gl.inline_asm_elementwise(
+            _BF16_ZERO, "=&r,=&r,=&r,=&r,r,r", [halves, zero],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
+    else:
+        numbers = gl.inline_asm_elementwise(
+            _BF16, "=&r,=&r,=&r,=&r,r", [halves],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
+    return numbers
+
+
+@gluon.jit
+def _less(zeros, DTYPE: gl.constexpr):
+    """What ``_numbers`` adds."""
+    zeros = zeros.to(gl.float32)
+    if gl.float16 == DTYPE:
+        less = -1024.0 - zeros  # see w4a16_gemm_hopper
+    else:
+        less = zeros * (-1.0 / PARTS_OF_ONE)
+    return less.to(DTYPE)
 
 
 @gluon.jit
@@ -238,7 +286,6 @@ def _w4a16_gemm_rows_kernel(
     STAGES: gl.constexpr, SLICES: gl.constexpr, W: gl.constexpr,
 ):
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
-    ONE: gl.constexpr = 1024.0 if gl.float16 == DTYPE else 128.0  # see w4a16_gemm_hopper
     WN: gl.constexpr = W // SLICES  # warps that have outputs of their own
     STEP: gl.constexpr = SLICES * K
     CHUNKS: gl.constexpr = K // CHUNK  # of a step and slice
@@ -319,7 +366,7 @@ def _w4a16_gemm_rows_kernel(
     for tile in gl.static_range(T):
         s_all.index(tile).store(scales[tile])
         if HAS_ZERO:
-            z_all.index(tile).store((-ONE - zeros[tile].to(gl.float32)).to(DTYPE))
+            z_all.index(tile).store(_less(zeros[tile], DTYPE))
     for piece in gl.static_range(PARTS):
         x_all.index(piece).store(_as_taken(pieces[piece], lanes2))
 
@@ -355,7 +402,8 @@ def _w4a16_gemm_rows_kernel(
                 for j in gl.static_range(A_GROUP):
                     half = halves[p * A_GROUP + j]
                     x = x_s.index(i * CHUNKS + (p * A_GROUP + j)).load(eights)
-                    w0, w1, w2, w3 = _steps(half, gl.broadcast(less[:, :, None], half)[0], HAS_ZERO)
+                    w0, w1, w2, w3 = _numbers(
+                        half, gl.broadcast(less[:, :, None], half)[0], HAS_ZERO)
                     x0, x1, x2, x3 = _every_fourth(x, right)
                     part = ampere.mma_v2(w1, x1, ampere.mma_v2(w0, x0, part))
                     part = ampere.mma_v2(w3, x3, ampere.mma_v2(w2, x2, part))
@@ -367,6 +415,8 @@ def _w4a16_gemm_rows_kernel(
         if GROUP == 0:
             scale = _of_step(s_s, t, gl.SliceLayout(2, sums))
             acc = acc * scale.to(gl.float32)[:, :, None]
+        if gl.float16 != DTYPE:
+            acc = acc * PARTS_OF_ONE
         _put(
             _sum_of_slices(acc, rows), bias, tile0 + t, row0, split, n_cols, n_rows, out_ptr,
             part_ptr, stride_o, HAS_BIAS, R, N, SPLIT_K, rows)
