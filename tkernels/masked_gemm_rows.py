@@ -98,7 +98,7 @@ def _masked_gemm_rows_kernel(
     n_left = n_cols - tile0 * N
     k_left = n_inner - k_first
     w_s = gl.allocate_shared_memory(gl.int8, [STAGES, SLICES, N, K], codes)
-    for ahead in gl.static_range(STAGES - 1):
+    for ahead in gl.static_range(STAGES):
         if ahead < S * T:
             _fetch(w_s, w_tile, n_m * 0 + ahead, stride, n, columns, n_left, k_left, S, STAGES, N,
                    STEP, 1, EVEN_K, EVEN_N)
@@ -136,12 +136,13 @@ def _masked_gemm_rows_kernel(
         acc = gl.full([SLICES, N, R], 0, gl.int32, sums)
         for i in range(S):
             f = t * S + i
-            if STAGES - 1 < S * T:  # noqa: SIM102 (a constant; without it all is asked for)
-                if f + STAGES - 1 < S * T:
-                    _fetch(w_s, w_tile, f + STAGES - 1, stride, n, columns, n_left, k_left, S,
-                           STAGES, N, STEP, 1, EVEN_K, EVEN_N)
-            _commit()
-            _wait(STAGES - 1)
+            _wait(STAGES - 2)
+            if f > 0:  # all warps are through with the step before: its stage is free
+                if STAGES < S * T:  # noqa: SIM102 (a constant; without it all is asked for)
+                    if f + STAGES - 1 < S * T:
+                        _fetch(w_s, w_tile, f + STAGES - 1, stride, n, columns, n_left, k_left, S,
+                               STAGES, N, STEP, 1, EVEN_K, EVEN_N)
+                _commit()
             weights = _pieces(w_s.index(f % STAGES).load(left), CHUNKS)
             for j in gl.static_range(CHUNKS):
                 columns_of_x = x_s.index(i * CHUNKS + j).permute([0, 2, 1]).load(right)

@@ -7,7 +7,8 @@ columns of x go to shared memory once, all asked for at once behind the wait for
 They go by registers, since ``cp.async`` ends in the order in which it began, and so would wait for
 the weights that were asked for before; there each lane's 8 columns are put in the order in which
 the products take them, so that no warp has to do it again. Weights come by ``cp.async`` into a ring
-of stages, scales and zero points of all steps go to shared memory too.
+of stages, all of which are asked for ahead of that wait; scales and zero points of all steps go to
+shared memory too.
 
 A step has BLOCK_K columns for each of SLICES warps, side by side; the other warps have outputs of
 their own. Products and the scaling of sums are as in ``w4a16_gemm_hopper``, and so is decoding in
@@ -328,7 +329,7 @@ def _w4a16_gemm_rows_kernel(
     n_left = n_cols - tile0 * N
     k_left = n_inner - k_first
     w_s = gl.allocate_shared_memory(gl.int16, [STAGES, SLICES, N, K // 4], codes)
-    for ahead in gl.static_range(STAGES - 1):
+    for ahead in gl.static_range(STAGES):
         if ahead < S * T:
             _fetch(w_s, w_tile, n_m * 0 + ahead, stride, n, columns, n_left, k_left, S, STAGES, N,
                    STEP, 4, EVEN_K, EVEN_N)
@@ -383,12 +384,13 @@ def _w4a16_gemm_rows_kernel(
             bias = gl.load(bias_ptr + o, mask=o < n_cols, other=0.0)
         for i in range(S):
             f = t * S + i
-            if STAGES - 1 < S * T:  # noqa: SIM102 (a constant; without it all is asked for)
-                if f + STAGES - 1 < S * T:
-                    _fetch(w_s, w_tile, f + STAGES - 1, stride, n, columns, n_left, k_left, S,
-                           STAGES, N, STEP, 4, EVEN_K, EVEN_N)
-            _commit()
-            _wait(STAGES - 1)
+            _wait(STAGES - 2)
+            if f > 0:  # all warps are through with the step before: its stage is free
+                if STAGES < S * T:  # noqa: SIM102 (a constant; without it all is asked for)
+                    if f + STAGES - 1 < S * T:
+                        _fetch(w_s, w_tile, f + STAGES - 1, stride, n, columns, n_left, k_left, S,
+                               STAGES, N, STEP, 4, EVEN_K, EVEN_N)
+                _commit()
             halves = _pieces(w_s.index(f % STAGES).load(left), CHUNKS)
             for p in gl.static_range(GROUPS):
                 part = nothing if GROUP > 0 else acc
