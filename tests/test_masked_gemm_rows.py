@@ -98,6 +98,25 @@ def test_its_own_default_is_legal(m: int, n: int, k: int) -> None:
     assert SPEC.why_illegal(masked_gemm_rows.default_config(problem, SM90), problem, SM90) is None
 
 
+@pytest.mark.parametrize(
+    ("sizes", "splits"),
+    [
+        ((9, 4096, 12288), 12),
+        ((16, 12288, 4096), 4),
+        ((8, 12288, 4096), None),  # not timed
+        ((17, 12288, 4096), None),
+        ((16, 1024, 4096), None),  # too few programs
+        ((16, 24576, 4096), None),  # more than are held at once
+    ],
+)
+def test_when_it_is_the_default(sizes: tuple[int, int, int], splits: int | None) -> None:
+    problem = gemm_problem(*sizes)
+    chosen = SPEC.default_config(problem, SM90)
+    assert SPEC.why_illegal(chosen, problem, SM90) is None
+    assert (chosen["variant"] == "rows") == (splits is not None)
+    assert splits in (None, chosen["SPLIT_K"])
+
+
 # ---- what the compiler makes of it -------------------------------------------------------------
 
 COMPILED: list[Any] = [

@@ -277,6 +277,7 @@ class Prepared:
 
     sample: Callable[[], float]
     method: str
+    calls: Sequence[Callable[[], Any]]  # a graph reads tensors that only they keep alive
 
 
 def prepared(
@@ -289,7 +290,7 @@ def prepared(
     if device.tensor_device().type == "cpu":
         return _prepared_on_host(fns)
     run, count, method = _prepare(list(fns), min_ms, capture)
-    return Prepared(lambda: _elapsed_ms(run) / count, method)
+    return Prepared(lambda: _elapsed_ms(run) / count, method, fns)
 
 
 def _prepared_on_host(fns: Sequence[Callable[[], Any]]) -> Prepared:
@@ -302,7 +303,7 @@ def _prepared_on_host(fns: Sequence[Callable[[], Any]]) -> Prepared:
         fn()
         return 1e3 * (time.perf_counter() - start)
 
-    return Prepared(sample, "host clock")
+    return Prepared(sample, "host clock", fns)
 
 
 def _prepare(

@@ -7,8 +7,9 @@ columns of x go to shared memory once, all asked for at once behind the wait for
 They go by registers, since ``cp.async`` ends in the order in which it began, and so would wait for
 the weights that were asked for before; there each lane's 8 columns are put in the order in which
 the products take them, so that no warp has to do it again. Weights come by ``cp.async`` into a ring
-of stages, all of which are asked for ahead of that wait; scales and zero points of all steps go to
-shared memory too.
+of stages, the first two of which are asked for ahead of that wait (with all three it took 11.5 us,
+not 10.1: 8 rows, 4096 x 12288 on an H200); scales and zero points of all steps go to shared memory
+too.
 
 A step has BLOCK_K columns for each of SLICES warps, side by side; the other warps have outputs of
 their own. Products and the scaling of sums are as in ``w4a16_gemm_hopper``, and so is decoding in
@@ -329,7 +330,8 @@ def _w4a16_gemm_rows_kernel(
     n_left = n_cols - tile0 * N
     k_left = n_inner - k_first
     w_s = gl.allocate_shared_memory(gl.int16, [STAGES, SLICES, N, K // 4], codes)
-    for ahead in gl.static_range(STAGES):
+    AHEAD: gl.constexpr = 2 if STAGES > 2 else STAGES
+    for ahead in gl.static_range(AHEAD):
         if ahead < S * T:
             _fetch(w_s, w_tile, n_m * 0 + ahead, stride, n, columns, n_left, k_left, S, STAGES, N,
                    STEP, 4, EVEN_K, EVEN_N)
@@ -370,6 +372,11 @@ def _w4a16_gemm_rows_kernel(
             z_all.index(tile).store(_less(zeros[tile], DTYPE))
     for piece in gl.static_range(PARTS):
         x_all.index(piece).store(_as_taken(pieces[piece], lanes2))
+    for ahead in gl.static_range(AHEAD, STAGES):
+        if ahead < S * T:
+            _fetch(w_s, w_tile, n_m * 0 + ahead, stride, n, columns, n_left, k_left, S, STAGES, N,
+                   STEP, 4, EVEN_K, EVEN_N)
+        _commit()
 
     WIDE: gl.constexpr = 2 if N >= 64 else 1
     ACROSS_N: gl.constexpr = N // (32 * WIDE) if N >= 32 else 1
@@ -499,9 +506,9 @@ def piece_to_add(m: int, n: int, dev: Device) -> tuple[int, int]:
 def default_config(problem: Problem, dev: Device) -> Config:
     """Three programs a core, all at once, and stages that fill what x leaves of shared memory.
 
-    From 4096 x 12288 on an H200: 384 programs of 8 rows with three stages of 256 columns, of which
-    a core holds three, took 10.1 us, those of 16 rows, of which it holds two, 14.0. So these have
-    shorter stages, which is not timed yet.
+    From 4096 x 12288 on an H200, 384 programs: of 8 rows with three stages of 256 columns 10.1 us;
+    of 16 rows with two of them 12.3, with three, of which a core holds two programs, 14.5, with
+    four or five of 128 columns 13.0 and 14.5.
     """
     rows = max(8, next_power_of_2(problem["m"]))
     if rows > 16:  # parts of x of 32 KB; not chosen by what was measured
@@ -513,7 +520,7 @@ def default_config(problem: Problem, dev: Device) -> Config:
     k = problem["k"]
     split = max(min(most, k // 512), cdiv(k, 1024))
     share = dev.local_mem_bytes // AT_ONCE - 1024
-    for block_k, stages in ((256, 3), (128, 5)):
+    for block_k, stages in ((256, 3), (256, 2), (128, 4)):
         steps = cdiv(k, block_k)
         even = cdiv(steps, cdiv(steps, min(split, 64)))  # as many steps each, none for nothing
         config = _default(rows, 128, block_k, even, stages)
@@ -538,16 +545,14 @@ def _default(rows: int, n: int, k: int, split: int, stages: int) -> Config:
 
 
 def is_default(problem: Problem, config: Config, dev: Device) -> bool:
-    """Whether its default is that of the operation: by analogy, but for long K and up to 8 rows.
+    """Whether its default is that of the operation: by analogy, but for what was timed."""
+    return problem["m"] in DEFAULT_ROWS and is_one_wave(problem, config, dev)
 
-    Half of the programs that the chip holds at once are there, or more, and no more than it holds.
-    """
-    if problem["m"] not in DEFAULT_ROWS:
-        return False
-    programs, held = (
-        cdiv(problem["n"], config["BLOCK_N"]) * config["SPLIT_K"],
-        AT_ONCE * dev.num_cores,
-    )
+
+def is_one_wave(problem: Problem, config: Config, dev: Device) -> bool:
+    """Half of the programs that the chip holds at once are there, or more; none has to wait."""
+    programs = cdiv(problem["n"], config["BLOCK_N"]) * config["SPLIT_K"]
+    held = AT_ONCE * dev.num_cores
     return bool(held <= 2 * programs <= 2 * held)
 
 

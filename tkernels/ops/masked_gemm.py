@@ -965,7 +965,8 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     rows = masked_gemm_rows
     if problem["m"] in rows.DEFAULT_ROWS and rows.why_unfit(problem, dev) is None:
         config = rows.default_config(problem, dev)
-        if rows.why_illegal(config, problem, dev) is None:
+        legal = rows.why_illegal(config, problem, dev) is None
+        if legal and rows.is_default(problem, config, dev):
             return config
     if problem["m"] > 8 or masked_gemm_few.why_unfit(problem, dev):
         return _portable_config(problem, dev)
