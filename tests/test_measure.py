@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from autotune import measure
-from tkernels import device
+from tkernels import device, testing
 from tkernels.registry import KernelSpec, all_kernels, get
 
 
@@ -50,3 +53,20 @@ def test_integers_that_are_not_written_are_found() -> None:
         return codes, scale
 
     assert "out" in failing(launch=skips_a_row)
+
+
+def test_what_is_prepared_keeps_its_calls_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph reads tensors that only the calls hold."""
+
+    class Call:
+        def __call__(self) -> None: ...
+
+    monkeypatch.setattr(device, "tensor_device", lambda: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(testing, "_prepare", lambda *_: (lambda: None, 1, "graph"))
+    call = Call()
+    there = weakref.ref(call)
+    ready = testing.prepared([call])
+    del call
+    gc.collect()
+    assert there() is not None
+    assert ready.method == "graph"
