@@ -247,6 +247,35 @@ def test_the_engine_answers_alike(
     assert runner.prompts.launched + runner.pieces.launched == engine.counts.steps
 
 
+@on_cpu
+@pytest.mark.parametrize("mode", ["none", "int8_fp4"])
+def test_a_prompt_finds_a_page_that_the_same_step_fills(
+    mode: str, patch: pytest.MonkeyPatch
+) -> None:
+    """Beside a token that fills the page; the step that was launched for it ahead is of no use."""
+    limits = Limits(30, plain.FOREVER)
+    alone, cached = plain.new_engine(64, mode), 2 * BLOCK_SIZE
+    (first,) = alone.generate([plain.ids(20)], limits=limits)
+    prompt = [*plain.ids(20), *first.token_ids][:cached] + plain.ids(5, seed=1)
+    (second,) = plain.new_engine(64, mode).generate([prompt], limits=limits)
+    engine = plain.new_engine(64, mode, OPS, graphs=True, max_num_seqs=3)
+    prompts, decoding = engine.runner.prompts, engine.graphs
+    assert prompts is not None
+    assert decoding is not None
+    engine.add(plain.ids(20), limits=limits)
+    while engine.batch.num_computed.max() < cached - 1:
+        engine.step()
+    before = (prompts.launched, decoding.launched)
+    assert engine._early is not None
+    engine.add(prompt, limits=limits)
+    poison(prompts)
+    engine.step()
+    assert (prompts.launched, decoding.launched) == (before[0] + 1, before[1])
+    assert engine.counts.found_tokens == cached
+    answers = plain.run_all(engine)
+    assert [answers[i, 0].token_ids for i in (0, 1)] == [first.token_ids, second.token_ids]
+
+
 # ---- real graphs ---------------------------------------------------------------------------------
 
 
