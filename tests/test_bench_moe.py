@@ -314,7 +314,7 @@ def test_peers_of_several_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [(r["weights"], r["provider"]) for r in rows] == [
         ("bf16", "tkernels"), ("bf16", "vllm"), ("w8a8", "tkernels"), ("w8a8", "vllm")
     ]  # fmt: skip
-    assert rows[2]["of_bf16"] == pytest.approx(rows[2]["us"] / rows[1]["us"])
+    assert rows[3]["of_bf16"] == pytest.approx(rows[3]["us"] / rows[1]["us"])
     assert rows[3]["about"] == "1.2: a part of it"
 
 

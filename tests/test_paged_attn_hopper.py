@@ -299,6 +299,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_what_a_call_launches() -> None:
     """Results of splits are merged, by a kernel that has the sinks; else they are whole."""
     hopper, merging = "_paged_attn_hopper_kernel", "_combine_kernel"
