@@ -190,6 +190,7 @@ def fused_moe(
     )  # fmt: skip
     if out is None:
         out = torch.empty((n_tokens, hidden), dtype=x.dtype, device=x.device)
+    tickets = torch.empty(2, dtype=torch.int32, device=x.device)  # of the two products
     for start in range(0, n_tokens, chunk_tokens):
         here = slice(start, start + chunk_tokens)
         chosen, part = ids[here], x[here]
@@ -198,6 +199,7 @@ def fused_moe(
             num_experts=router_logits.shape[1],
             expert_map=expert_map,
             num_local_experts=None if expert_map is None else n_experts,
+            tickets=tickets,
         )
         x_q: torch.Tensor | None = None
         x_scale: torch.Tensor | None = None
@@ -206,12 +208,13 @@ def fused_moe(
         h = moe_gemm(
             part, gate_up_weight, offsets, sorted_ids, weight_scale=gate_up_scale, x_q=x_q,
             x_scale=x_scale, mask=None if gate_up_scale is None else mask, top_k=top_k,
-            silu_and_mul=True, high=high and gate_up_scale is not None,
+            silu_and_mul=True, high=high and gate_up_scale is not None, tickets=tickets[:1],
         )  # fmt: skip
         y = moe_gemm(
             h, down_weight, offsets, sorted_ids, weight_scale=down_scale,
             topk_weights=weights[here],
             mask=None if down_scale is None else mask, high=high and down_scale is not None,
+            tickets=tickets[1:],
         )  # fmt: skip
         moe_combine(y, positions, out=out[here])
     return out

@@ -4,8 +4,8 @@ One persistent program a core, as in ``masked_gemm_hopper``: a loader runs STAGE
 the ends of tiles too, and two groups of four warps multiply (wgmma). What bounds such a product is
 what the cores read from L2, and an expert's number of rows is no multiple of anything. So the tile
 is turned: 256 weights stand where an instruction takes 64 a time, rows of x where it takes any
-number: 128 to a tile, TAIL more where that saves an expert a tile, and 64 where an expert has no
-more left (SMALL).
+number: 128 to a tile, TAIL more where that saves an expert a tile, and 64, or 64 and TAIL, where an
+expert has no more left.
 
 Weights come by TMA. A group has 64 of the gate and the 64 of the up rows that these meet, so that a
 thread holds both sums. Rows of x in the order of experts come by TMA too; rows of tokens are
@@ -96,6 +96,12 @@ def _rows_of_tile(tile, count, TAIL: gl.constexpr):
     return tile * 128 + gl.minimum(tile, tailed) * TAIL, gl.where(tile < tailed, 128 + TAIL, 128)
 
 
+@gluon.jit
+def _tail_at(count, TAIL: gl.constexpr):
+    """After how many of a tile's ``count`` rows its tail begins, if it has more."""
+    return gl.where(count > 64 + TAIL, 128, 64)
+
+
 # ---- the loader --------------------------------------------------------------------------------
 
 
@@ -110,16 +116,28 @@ def _sources(
 
 
 @gluon.jit
+def _both_sources(
+    ids_ptr, row0, end, n_sources, TOP_K: gl.constexpr, TAIL: gl.constexpr, layout: gl.constexpr,
+):
+    """``_sources`` of a tile's 64 or 128 rows, as of 128, and of its tail."""
+    tail0 = row0 + _tail_at(end - row0, TAIL)
+    main = _sources(ids_ptr, row0, gl.minimum(tail0, end), n_sources, TOP_K, 128, layout)
+    return main, _sources(ids_ptr, tail0, end, n_sources, TOP_K, TAIL, layout)
+
+
+@gluon.jit
 def _factors(
     row0, end, xs_ptr, tw_ptr, ids_ptr, n_sources, TOP_K: gl.constexpr, LOW: gl.constexpr,
-    ROW_WEIGHT: gl.constexpr,
+    ROW_WEIGHT: gl.constexpr, TAIL: gl.constexpr,
 ):
-    """What the sums of 256 rows are multiplied with, fp32: (their scales, their weights).
+    """What the sums of a tile's rows are multiplied with, fp32: (their scales, their weights).
 
-    They are multiplied where they are told: nothing waits for the loads before that.
+    The first 128, and from 128 on those of the tail. They are multiplied where they are told:
+    nothing waits for the loads before that.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    rows = row0 + gl.arange(0, 256, layout)
+    number = gl.arange(0, 256, layout)
+    rows = row0 + number + gl.where(number < 128, 0, _tail_at(end - row0, TAIL) - 128)
     ok = rows < end
     scales = gl.full([256], 1.0, gl.float32, layout)
     weights = scales
@@ -152,16 +170,17 @@ def _halves_of(main_s):
 
 @gluon.jit
 def _issue(
-    first, last, count, w_desc, main_desc, tail_desc, x_ptr, stride_x, main, tail, w_row,
-    other_half, row0, end, buffers, bars, TAIL: gl.constexpr, STAGES: gl.constexpr,
-    GATHERED: gl.constexpr, SMALL: gl.constexpr,
+    first, last, count, w_desc, boxes, x_ptr, stride_x, main, tail, w_row, other_half, row0, end,
+    buffers, bars, TAIL: gl.constexpr, STAGES: gl.constexpr, GATHERED: gl.constexpr,
 ):
     """Fetch the steps of a tile from ``first`` to ``last``; returns the steps counted."""
     main_s, tail_s, w_s, _, _, _ = buffers
     full, empty = bars
+    main_desc, half_desc, tail_desc = boxes
     step: gl.constexpr = main_s.shape[2]
-    has_tail = end - row0 > 128
-    is_small = end - row0 <= 64
+    rows = end - row0
+    tail_at = _tail_at(rows, TAIL)
+    has_tail = rows > tail_at
     halves = _halves_of(main_s)
     if GATHERED:
         k = gl.arange(0, step, gl.SliceLayout(0, main.type.layout.parent))[None, :]
@@ -176,12 +195,14 @@ def _issue(
         hopper.mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
         if GATHERED:
             hopper.mbarrier.expect(full.index(stage), 256 * 128)
-        elif has_tail:
+        elif rows > 128:
             hopper.mbarrier.expect(full.index(stage), (256 + 128 + TAIL) * 128)
-        elif SMALL and is_small:
-            hopper.mbarrier.expect(full.index(stage), (256 + 64) * 128)
-        else:
+        elif rows > 64 + TAIL:
             hopper.mbarrier.expect(full.index(stage), (256 + 128) * 128)
+        elif rows > 64:
+            hopper.mbarrier.expect(full.index(stage), (256 + 64 + TAIL) * 128)
+        else:
+            hopper.mbarrier.expect(full.index(stage), (256 + 64) * 128)
         for half in gl.static_range(2):
             _load_tile(
                 w_desc, [w_row + half * other_half, j * step], full.index(stage),
@@ -193,28 +214,23 @@ def _issue(
                 _gather(tail_s.index(stage), tail_rows + j * step, mask=tail_ok)
             _async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
         else:
-            if SMALL:  # boxes of 64 rows
-                _load_tile(main_desc, [row0, j * step], full.index(stage), halves.index(stage * 2))
-                if not is_small:
-                    _load_tile(
-                        main_desc, [row0 + 64, j * step], full.index(stage),
-                        halves.index(stage * 2 + 1))
-            else:
+            if rows > 64 + TAIL:
                 _load_tile(main_desc, [row0, j * step], full.index(stage), main_s.index(stage))
+            else:
+                _load_tile(half_desc, [row0, j * step], full.index(stage), halves.index(stage * 2))
             if has_tail:
                 _load_tile(
-                    tail_desc, [row0 + 128, j * step], full.index(stage), tail_s.index(stage))
+                    tail_desc, [row0 + tail_at, j * step], full.index(stage), tail_s.index(stage))
         count += 1
     return count
 
 
 @gluon.jit
 def _load(
-    w_desc, main_desc, tail_desc, x_ptr, offsets_ptr, ids_ptr, xs_ptr, tw_ptr, next_ptr, stride_x,
-    buffers, bars, sizes,
+    w_desc, boxes, x_ptr, offsets_ptr, ids_ptr, xs_ptr, tw_ptr, tickets_ptr, stride_x, buffers,
+    bars, sizes,
     TAIL: gl.constexpr, STAGES: gl.constexpr, E: gl.constexpr, SILU: gl.constexpr,
-    TOP_K: gl.constexpr, LOW: gl.constexpr, ROW_WEIGHT: gl.constexpr, SMALL: gl.constexpr,
-    SPREAD: gl.constexpr,
+    TOP_K: gl.constexpr, LOW: gl.constexpr, ROW_WEIGHT: gl.constexpr,
 ):
     _, _, _, _, place_s, factor_s = buffers
     full, empty = bars
@@ -232,12 +248,11 @@ def _load(
     tile = gl.program_id(0)
     expert, row0, end = _place(tile // n_n, tiles, upto, offsets_ptr, n_experts, TAIL)
     scales, weights = _factors(
-        row0, end, xs_ptr, tw_ptr, ids_ptr, n_sources, TOP_K, LOW, ROW_WEIGHT)
+        row0, end, xs_ptr, tw_ptr, ids_ptr, n_sources, TOP_K, LOW, ROW_WEIGHT, TAIL)
     main = row0
     tail = row0
     if TOP_K > 0:
-        main = _sources(ids_ptr, row0, end, n_sources, TOP_K, 128, layout)
-        tail = _sources(ids_ptr, row0 + 128, end, n_sources, TOP_K, TAIL, layout)
+        main, tail = _both_sources(ids_ptr, row0, end, n_sources, TOP_K, TAIL, layout)
     while tile < n_tiles:
         w_row = expert * n_weights + tile % n_n * (128 if SILU else 256)
         # Those who multiply find the tile's place and factors beside its first step. They have
@@ -248,49 +263,37 @@ def _load(
             factor_s.index(parity).store(scales * weights)
         _barrier()
         parity = 1 - parity
-        # Tiles are not equally long: a program takes the next one when it can. A single warp looks
-        # where that is while stages are taken: a few loads, each of which waits for the one before.
-        # Four of them have what they gather in registers, which a second tile would not fit beside.
+        # Tiles are not equally long: a program takes the next one when it can. Where that is takes
+        # a few loads, each of which waits for the one before. A single warp looks between a tile's
+        # first steps. Four of them have what they gather in registers, which a second tile would
+        # not fit beside.
         if TOP_K == 0:
             this_end = end
-            if SPREAD:
-                count = _issue(
-                    0, 1, count, w_desc, main_desc, tail_desc, x_ptr, stride_x, main, tail, w_row,
-                    other_half, row0, this_end, buffers, bars, TAIL, STAGES, False, SMALL)
-                tile = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
-                count = _issue(
-                    1, 2, count, w_desc, main_desc, tail_desc, x_ptr, stride_x, main, tail, w_row,
-                    other_half, row0, this_end, buffers, bars, TAIL, STAGES, False, SMALL)
-                expert, row1, end = _place(
-                    tile // n_n, tiles, upto, offsets_ptr, n_experts, TAIL)
-                count = _issue(
-                    2, gl.minimum(3, n_steps), count, w_desc, main_desc, tail_desc, x_ptr,
-                    stride_x, main, tail, w_row, other_half, row0, this_end, buffers, bars, TAIL,
-                    STAGES, False, SMALL)
-                done = 3
-            else:
-                count = _issue(
-                    0, STAGES, count, w_desc, main_desc, tail_desc, x_ptr, stride_x, main, tail,
-                    w_row, other_half, row0, this_end, buffers, bars, TAIL, STAGES, False, SMALL)
-                tile = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
-                expert, row1, end = _place(
-                    tile // n_n, tiles, upto, offsets_ptr, n_experts, TAIL)
-                done = STAGES
-            scales, weights = _factors(
-                row1, end, xs_ptr, tw_ptr, ids_ptr, n_sources, TOP_K, LOW, ROW_WEIGHT)
             count = _issue(
-                done, n_steps, count, w_desc, main_desc, tail_desc, x_ptr, stride_x, main, tail,
-                w_row, other_half, row0, this_end, buffers, bars, TAIL, STAGES, False, SMALL)
+                0, 1, count, w_desc, boxes, x_ptr, stride_x, main, tail, w_row, other_half, row0,
+                this_end, buffers, bars, TAIL, STAGES, False)
+            tile = gl.num_programs(0) + gl.atomic_add(tickets_ptr, 1, sem="relaxed")
+            count = _issue(
+                1, 2, count, w_desc, boxes, x_ptr, stride_x, main, tail, w_row, other_half, row0,
+                this_end, buffers, bars, TAIL, STAGES, False)
+            expert, row1, end = _place(tile // n_n, tiles, upto, offsets_ptr, n_experts, TAIL)
+            count = _issue(
+                2, gl.minimum(3, n_steps), count, w_desc, boxes, x_ptr, stride_x, main, tail,
+                w_row, other_half, row0, this_end, buffers, bars, TAIL, STAGES, False)
+            scales, weights = _factors(
+                row1, end, xs_ptr, tw_ptr, ids_ptr, n_sources, TOP_K, LOW, ROW_WEIGHT, TAIL)
+            count = _issue(
+                3, n_steps, count, w_desc, boxes, x_ptr, stride_x, main, tail, w_row, other_half,
+                row0, this_end, buffers, bars, TAIL, STAGES, False)
         else:
             count = _issue(
-                0, n_steps, count, w_desc, main_desc, tail_desc, x_ptr, stride_x, main, tail,
-                w_row, other_half, row0, end, buffers, bars, TAIL, STAGES, True, SMALL)
-            tile = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
+                0, n_steps, count, w_desc, boxes, x_ptr, stride_x, main, tail, w_row, other_half,
+                row0, end, buffers, bars, TAIL, STAGES, True)
+            tile = gl.num_programs(0) + gl.atomic_add(tickets_ptr, 1, sem="relaxed")
             expert, row1, end = _place(tile // n_n, tiles, upto, offsets_ptr, n_experts, TAIL)
             scales, weights = _factors(
-                row1, end, xs_ptr, tw_ptr, ids_ptr, n_sources, TOP_K, LOW, ROW_WEIGHT)
-            main = _sources(ids_ptr, row1, end, n_sources, TOP_K, 128, layout)
-            tail = _sources(ids_ptr, row1 + 128, end, n_sources, TOP_K, TAIL, layout)
+                row1, end, xs_ptr, tw_ptr, ids_ptr, n_sources, TOP_K, LOW, ROW_WEIGHT, TAIL)
+            main, tail = _both_sources(ids_ptr, row1, end, n_sources, TOP_K, TAIL, layout)
         row0 = row1
     # The last message: there is no tile any more.
     hopper.mbarrier.wait(empty.index(count % STAGES), ((count // STAGES) & 1) ^ 1)
@@ -438,7 +441,7 @@ def _put(y, turn_s, row0, end, col, out_ptr, stride_o, n_out):
 def _multiply(
     SIDE: gl.constexpr, ws_ptr, out_ptr, stride_o, buffers, bars, sizes,
     TAIL: gl.constexpr, STAGES: gl.constexpr, SILU: gl.constexpr,
-    GATHERED: gl.constexpr, LOW: gl.constexpr, FACTOR: gl.constexpr, SMALL: gl.constexpr,
+    GATHERED: gl.constexpr, LOW: gl.constexpr, FACTOR: gl.constexpr,
 ):
     full, empty = bars
     n_weights, n_out, n_steps, _, _, n_n = sizes
@@ -466,7 +469,8 @@ def _multiply(
             gl.SliceLayout(1, half_layout))
         # Where the activation makes what follows long, it stands there once; elsewhere for each
         # kind of tile, and no sums are moved.
-        if end - row0 > 128:
+        rows = end - row0
+        if rows > 128:
             a, b, c, d = _sums(
                 SIDE, buffers, bars, count, n_steps, 128, True, TAIL, STAGES, GATHERED, acc_dtype,
                 main_layout, tail_layout)
@@ -484,19 +488,7 @@ def _multiply(
                 _finish(
                     SIDE, c, d, scales, factors.slice(128, TAIL), turn_s, row0 + 128, end, col0,
                     out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR)
-        elif SMALL and end - row0 <= 64:
-            a0, b0, c, d = _sums(
-                SIDE, buffers, bars, count, n_steps, 64, False, TAIL, STAGES, GATHERED, acc_dtype,
-                half_layout, tail_layout)
-            a0, b0 = hopper.warpgroup_mma_wait(0, deps=[a0, b0])
-            hopper.mbarrier.arrive(empty.index((count + n_steps - 1) % STAGES), count=1)
-            a1 = gl.zeros([64, 64], acc_dtype, half_layout)
-            b1 = a1
-            if not SILU:
-                _finish(
-                    SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
-                    stride_o, n_out, half_layout, SILU, LOW, FACTOR)
-        else:
+        elif rows > 64 + TAIL:
             a, b, c, d = _sums(
                 SIDE, buffers, bars, count, n_steps, 128, False, TAIL, STAGES, GATHERED, acc_dtype,
                 main_layout, tail_layout)
@@ -511,18 +503,46 @@ def _multiply(
                 _finish(
                     SIDE, a1, b1, scales, factors.slice(64, 64), turn_s, row0 + 64, end, col0,
                     out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR)
+        elif rows > 64:
+            a0, b0, c, d = _sums(
+                SIDE, buffers, bars, count, n_steps, 64, True, TAIL, STAGES, GATHERED, acc_dtype,
+                half_layout, tail_layout)
+            a0, b0, c, d = hopper.warpgroup_mma_wait(0, deps=[a0, b0, c, d])
+            hopper.mbarrier.arrive(empty.index((count + n_steps - 1) % STAGES), count=1)
+            a1 = gl.zeros([64, 64], acc_dtype, half_layout)
+            b1 = a1
+            if not SILU:
+                _finish(
+                    SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
+                    stride_o, n_out, half_layout, SILU, LOW, FACTOR)
+                _finish(
+                    SIDE, c, d, scales, factors.slice(128, TAIL), turn_s, row0 + 64, end, col0,
+                    out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR)
+        else:
+            a0, b0, c, d = _sums(
+                SIDE, buffers, bars, count, n_steps, 64, False, TAIL, STAGES, GATHERED, acc_dtype,
+                half_layout, tail_layout)
+            a0, b0 = hopper.warpgroup_mma_wait(0, deps=[a0, b0])
+            hopper.mbarrier.arrive(empty.index((count + n_steps - 1) % STAGES), count=1)
+            a1 = gl.zeros([64, 64], acc_dtype, half_layout)
+            b1 = a1
+            if not SILU:
+                _finish(
+                    SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
+                    stride_o, n_out, half_layout, SILU, LOW, FACTOR)
         if SILU:
             _finish(
                 SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
                 stride_o, n_out, half_layout, SILU, LOW, FACTOR)
-            if not SMALL or end - row0 > 64:
+            tail_at = _tail_at(rows, TAIL)
+            if tail_at == 128:
                 _finish(
                     SIDE, a1, b1, scales, factors.slice(64, 64), turn_s, row0 + 64, end, col0,
                     out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR)
-            if end - row0 > 128:
+            if rows > tail_at:
                 _finish(
-                    SIDE, c, d, scales, factors.slice(128, TAIL), turn_s, row0 + 128, end, col0,
-                    out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR)
+                    SIDE, c, d, scales, factors.slice(128, TAIL), turn_s, row0 + tail_at, end,
+                    col0, out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR)
         count += n_steps
         parity = 1 - parity
         hopper.mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
@@ -532,13 +552,13 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["n_experts", "n_sources"])
 def _moe_gemm_hopper_kernel(
-    w_desc, main_desc, tail_desc, x_ptr, offsets_ptr, ids_ptr, ws_ptr, xs_ptr, tw_ptr, out_ptr,
-    next_ptr,  # int32, 0: how many tiles programs have taken after their first ones
+    w_desc, main_desc, half_desc, tail_desc, x_ptr, offsets_ptr, ids_ptr, ws_ptr, xs_ptr, tw_ptr,
+    out_ptr,
+    tickets_ptr,  # int32, 0: how many tiles programs have taken after their first ones
     stride_x,  # in units of 16 bytes
     stride_o, n_weights, n_out, n_steps, n_n, n_experts, n_sources,
     LOW: gl.constexpr, SILU: gl.constexpr, ROW_WEIGHT: gl.constexpr, TOP_K: gl.constexpr,
     TAIL: gl.constexpr, STAGES: gl.constexpr, E: gl.constexpr, PDL: gl.constexpr,
-    SMALL: gl.constexpr, SPREAD: gl.constexpr,
 ):
     if PDL:
         _wait_for_earlier_kernels()
@@ -572,15 +592,16 @@ def _moe_gemm_hopper_kernel(
     sizes = (n_weights, n_out, n_steps, n_experts, n_sources, n_n)
     GATHERED: gl.constexpr = TOP_K > 0
     FACTOR: gl.constexpr = LOW or ROW_WEIGHT
+    boxes = (main_desc, half_desc, tail_desc)
     gl.warp_specialize(
         [
             (_multiply, (0, ws_ptr, out_ptr, stride_o, buffers, bars, sizes, TAIL, STAGES, SILU,
-                         GATHERED, LOW, FACTOR, SMALL)),
+                         GATHERED, LOW, FACTOR)),
             (_multiply, (1, ws_ptr, out_ptr, stride_o, buffers, bars, sizes, TAIL, STAGES, SILU,
-                         GATHERED, LOW, FACTOR, SMALL)),
-            (_load, (w_desc, main_desc, tail_desc, x_ptr, offsets_ptr, ids_ptr, xs_ptr, tw_ptr,
-                     next_ptr, stride_x, buffers, bars, sizes, TAIL, STAGES, E, SILU, TOP_K, LOW,
-                     ROW_WEIGHT, SMALL, SPREAD)),
+                         GATHERED, LOW, FACTOR)),
+            (_load, (w_desc, boxes, x_ptr, offsets_ptr, ids_ptr, xs_ptr, tw_ptr, tickets_ptr,
+                     stride_x, buffers, bars, sizes, TAIL, STAGES, E, SILU, TOP_K, LOW,
+                     ROW_WEIGHT)),
         ],
         [4, 4 if TOP_K > 0 else 1], [216 if TOP_K > 0 else 232, 72 if TOP_K > 0 else 40])
 
@@ -589,10 +610,6 @@ def _moe_gemm_hopper_kernel(
 
 # ---- host --------------------------------------------------------------------------------------
 
-# Whether the last rows of an expert, where they are 64 or fewer, are multiplied as 64.
-SMALL = False
-# Whether a loader of one warp looks for the next tile between a tile's first steps.
-SPREAD = False
 # What the body has no choice of.
 FIXED: Config = {
     "variant": "hopper",
@@ -667,7 +684,8 @@ def bind(
     rows = (n_sources, k, stride_x)
     boxes = (
         _describer((e * n, k, strides[0]), 128, step, bits, 128),
-        _describer(rows, 64 if SMALL else 128, step, bits, 128),
+        _describer(rows, 128, step, bits, 128),
+        _describer(rows, 64, step, bits, 128),
         _describer(rows, tail, step, bits, 128),
     )
     start = device.bind_described(
@@ -679,8 +697,6 @@ def bind(
         STAGES=config["num_stages"],
         E=next_power_of_2(e),
         PDL=config["PDL"],
-        SMALL=SMALL,
-        SPREAD=SPREAD,
         LOW=low,
         SILU=silu,
         ROW_WEIGHT=facts["ROW_WEIGHT"],
@@ -691,11 +707,13 @@ def bind(
     numbers = (stride_x * bits // 128, strides[3], n, n_out, k // step, n_n, e, n_sources)
 
     def run(x: torch.Tensor, weight: torch.Tensor, *tensors: Any) -> None:
-        offsets, ids, out, ws, x_q, xs, weights, _ = tensors
+        offsets, ids, out, ws, x_q, xs, weights, _, tickets = tensors
         # What is not there is stood in for by something that is, and not read.
         xs, ws, weights = (offsets if t is None else t for t in (xs, ws, weights))
         source = x_q if low else x
-        taken = torch.zeros(1, dtype=torch.int32, device=x.device)
-        start(weight, source, source, source, offsets, ids, ws, xs, weights, out, taken, *numbers)
+        if tickets is None:
+            tickets = torch.zeros(1, dtype=torch.int32, device=x.device)
+        given = (offsets, ids, ws, xs, weights, out, tickets)
+        start(weight, *[source] * 4, *given, *numbers)
 
     return run

@@ -152,6 +152,29 @@ def test_results_are_written_and_nothing_else(block_n: int, dev: torch.device) -
         bands[name].check(name)
 
 
+@pytest.mark.parametrize("count", [1, 2, 64])
+@pytest.mark.parametrize("block_n", BLOCKS)
+@pytest.mark.parametrize("tokens", [0, 90])
+def test_tickets_are_set(tokens: int, block_n: int, count: int, dev: torch.device) -> None:
+    ids = torch.randint(0, 5, (tokens, 3), device=dev).int()
+    tickets = guarded(torch.full((count,), 77, dtype=torch.int32, device=dev))
+    got = dispatch(ids, block_n, num_experts=5, tickets=tickets.tensor)
+    assert tickets.tensor.tolist() == [0] * count
+    tickets.check("tickets")
+    expected = tkernels.reference.moe_dispatch(ids, num_experts=5, tickets=tickets.tensor.fill_(3))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert tickets.tensor.tolist() == [0] * count
+
+
+@pytest.mark.parametrize("shape", [(0,), (65,), (2, 2)])
+def test_tickets_are_few(shape: tuple[int, ...], dev: torch.device) -> None:
+    ids = torch.zeros(2, 3, dtype=torch.int32, device=dev)
+    with pytest.raises(ValueError, match=r"moe_dispatch: tickets must have shape \[1 to 64\], got"):
+        tkernels.moe_dispatch(ids, num_experts=5, tickets=ids.new_zeros(shape))
+    with pytest.raises(ValueError, match="moe_dispatch: tickets must be int32, got"):
+        tkernels.moe_dispatch(ids, num_experts=5, tickets=ids.new_zeros(2).long())
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

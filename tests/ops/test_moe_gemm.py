@@ -383,6 +383,15 @@ def test_addresses_that_no_tensor_map_has_go_the_portable_way(
     assert variants(inputs, config=config) == [True]
 
 
+def test_tickets_are_one_number(dev: torch.device) -> None:
+    inputs = inputs_of(dev)
+    tickets = torch.zeros(2, dtype=torch.int32, device=dev)
+    assert_right(run(**inputs, tickets=tickets[1:]), inputs)
+    for wrong in (tickets, tickets[:0], tickets[:1].long()):
+        with pytest.raises(ValueError, match="moe_gemm: tickets must (have|be)"):
+            tkernels.moe_gemm(**inputs, tickets=wrong)
+
+
 @each_format
 @each_product
 @pytest.mark.parametrize("k", [33, 36, 40])

@@ -58,6 +58,7 @@ def moe_dispatch_ref(
     expert_offsets: torch.Tensor | None = None,
     sorted_ids: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    tickets: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """PyTorch version of ``moe_dispatch``: one stable sort."""
@@ -74,6 +75,8 @@ def moe_dispatch_ref(
     numbers = torch.arange(order.shape[0], device=ids.device)
     place = torch.empty_like(order).scatter_(0, order, numbers)
     here = local < n_local
+    if tickets is not None:
+        tickets.zero_()
     rows = torch.where(here[order], order, -1).int()
     places = torch.where(here, place, -1).int().view(topk_ids.shape)
     return (
@@ -143,17 +146,27 @@ def _put_rows(
     tl.store(positions_ptr + at, tl.where(here, place, -1), mask=ok)
 
 
+@triton.jit
+def _set_tickets(tickets_ptr, N_TICKETS: tl.constexpr):
+    if tl.program_id(0) == 0:
+        number = tl.arange(0, 64)
+        tl.store(tickets_ptr + number, tl.zeros([64], tl.int32), mask=number < N_TICKETS)
+
+
 @triton.jit(do_not_specialize=["n", "n_tiles"])
 def _moe_dispatch_kernel(
-    ids_ptr, map_ptr, offsets_ptr, sorted_ptr, positions_ptr, stride_ids, stride_pos, n, n_tiles,
+    ids_ptr, map_ptr, tickets_ptr, offsets_ptr, sorted_ptr, positions_ptr, stride_ids, stride_pos,
+    n, n_tiles,
     TOP_K: tl.constexpr, FLAT: tl.constexpr, FLAT_POS: tl.constexpr, HAS_MAP: tl.constexpr,
-    N_EXPERTS: tl.constexpr, N_LOCAL: tl.constexpr, PDL: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_J: tl.constexpr,
+    N_EXPERTS: tl.constexpr, N_LOCAL: tl.constexpr, N_TICKETS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
     """All in one launch. Queries: the n assignments, then the offsets of 0..N_LOCAL."""
     if PDL:
         _wait_for_earlier_kernels()
         _let_next_kernel_start()
+    if N_TICKETS > 0:
+        _set_tickets(tickets_ptr, N_TICKETS)
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         i = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
         is_row = i < n
@@ -174,14 +187,17 @@ def _moe_dispatch_kernel(
 
 @triton.jit(do_not_specialize=["n", "n_tiles"])
 def _count_kernel(
-    ids_ptr, map_ptr, counts_ptr, stride_ids, n, n_tiles,
+    ids_ptr, map_ptr, tickets_ptr, counts_ptr, stride_ids, n, n_tiles,
     TOP_K: tl.constexpr, FLAT: tl.constexpr, HAS_MAP: tl.constexpr, N_EXPERTS: tl.constexpr,
-    N_LOCAL: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
+    N_LOCAL: tl.constexpr, N_TICKETS: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
 ):
     """counts[block, e] for e of 0..N_LOCAL - 1."""
     if PDL:
         _wait_for_earlier_kernels()
         _let_next_kernel_start()
+    if N_TICKETS > 0:
+        _set_tickets(tickets_ptr, N_TICKETS)
     parts: tl.constexpr = (N_LOCAL + BLOCK_Q - 1) // BLOCK_Q
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         block = tile // parts
@@ -267,6 +283,7 @@ def moe_dispatch(
     expert_offsets: torch.Tensor | None = None,
     sorted_ids: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    tickets: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Order the assignments of tokens to experts by local expert.
@@ -282,6 +299,8 @@ def moe_dispatch(
         sorted_ids: int32 [T * top_k], contiguous, written and returned.
         positions: int32 [T, top_k], contiguous columns, written and returned. No two of these, nor
             one of them and another argument, may share memory.
+        tickets: int32 [1 to 64], contiguous, set to 0: counters for what works through these rows
+            (``moe_gemm``), which spares them a launch of their own.
         config: launch config; None looks it up.
 
     Returns:
@@ -307,8 +326,11 @@ def moe_dispatch(
     tensors: tuple[Any, ...] = topk_ids, expert_offsets, sorted_ids, positions
     if expert_map is not None:
         tensors = (*tensors, expert_map)
-    launch = planned(_plan, config, tensors, num_experts, num_local_experts)
-    launch(topk_ids, expert_map, expert_offsets, sorted_ids, positions)
+    if tickets is not None:
+        tensors = (*tensors, tickets)
+    mapped, counted = expert_map is not None, tickets is not None
+    launch = planned(_plan, config, tensors, mapped, counted, num_experts, num_local_experts)
+    launch(topk_ids, expert_map, tickets, expert_offsets, sorted_ids, positions)
     return expert_offsets, sorted_ids, positions
 
 
@@ -327,6 +349,14 @@ def _check_count(name: str, count: int) -> None:
         raise ValueError(
             f"{_OP}: {name} must be an int from 1 to {_MOST_EXPERTS}, got {describe(count)}"
         )
+
+
+def _check_tickets(tickets: torch.Tensor) -> None:
+    check_tensor(_OP, "tickets", tickets)
+    check_dtype(_OP, "tickets", tickets, (torch.int32,))
+    if tickets.dim() != 1 or not 1 <= len(tickets) <= 64:
+        raise ValueError(f"{_OP}: tickets must have shape [1 to 64], got {describe(tickets)}")
+    check_last_contiguous(_OP, "tickets", tickets)
 
 
 def _check_map(
@@ -358,8 +388,9 @@ def _plan(
     config: Config | None,
 ) -> _Run:
     """What makes the launches of a call like this one."""
-    expert_map = more[0] if len(more) == 3 else None
-    num_experts, num_local_experts = more[-2:]
+    *optional, mapped, counted, num_experts, num_local_experts = more
+    expert_map = optional[0] if mapped else None
+    tickets = optional[-1] if counted else None
     _check_ids(topk_ids)
     _check_count("num_experts", num_experts)
     _check_map(expert_map, num_experts, num_local_experts)
@@ -377,13 +408,15 @@ def _plan(
         check_shape(_OP, name, t, **shape)
         check_last_contiguous(_OP, name, t)
         check_no_overlap(_OP, name, t)
+    if tickets is not None:
+        _check_tickets(tickets)
     most = 2**31 - 2**17  # assignments are counted in 32 bits, and the offsets behind them
     if n > most:
         raise ValueError(
             f"{_OP}: topk_ids must have at most {most} numbers, got {describe(topk_ids)}"
         )
     if n == 0:
-        return lambda ids, table, offsets, *others: offsets.zero_()
+        return _nothing
     cfg, max_programs = resolve(SPEC, (n_tokens, top_k, num_experts, n_local), config)
     constants = {
         "TOP_K": top_k,
@@ -391,6 +424,7 @@ def _plan(
         "HAS_MAP": expert_map is not None,
         "N_EXPERTS": num_experts,
         "N_LOCAL": n_local,
+        "N_TICKETS": 0 if tickets is None else len(tickets),
     }
     flat_pos = n_tokens == 1 or positions.stride(0) == top_k
     strides = topk_ids.stride(0), positions.stride(0)
@@ -399,6 +433,15 @@ def _plan(
         constants["launch_pdl"] = True
     bind_launches = _bind_blocks if cfg["BLOCK_N"] else _bind_one
     return bind_launches(n, strides, flat_pos, constants, cfg, max_programs)
+
+
+def _nothing(
+    ids: torch.Tensor, table: Any, tickets: torch.Tensor | None, offsets: torch.Tensor, *outs: Any
+) -> None:
+    """Where there are no tokens."""
+    offsets.zero_()
+    if tickets is not None:
+        tickets.zero_()
 
 
 def _bind_one(
@@ -415,8 +458,10 @@ def _bind_one(
     programs = min(n_tiles, max_programs)
     launch = bind(_moe_dispatch_kernel, (programs,), FLAT_POS=flat_pos, **constants, **config)
 
-    def run(ids: Any, table: Any, *outs: Any) -> None:
-        launch(ids, ids if table is None else table, *outs, *strides, n, n_tiles)
+    def run(ids: Any, table: Any, tickets: Any, *outs: Any) -> None:
+        # What is not there is stood in for by something that is, and not touched.
+        table, tickets = (ids if t is None else t for t in (table, tickets))
+        launch(ids, table, tickets, *outs, *strides, n, n_tiles)
 
     return run
 
@@ -443,6 +488,7 @@ def _bind_blocks(
     at_once, dtype = (2048 * config["num_warps"], torch.int16) if on_gpu else (4096, torch.int32)
     config = {name: value for name, value in config.items() if name != "BLOCK_J"}
     count = bind(_count_kernel, (min(n_tiles, max_programs),), **constants, **config)
+    del constants["N_TICKETS"]  # the first launch has set them
     place = bind(
         _place_kernel,
         (min(n_blocks + 1, max_programs),),
@@ -453,10 +499,10 @@ def _bind_blocks(
         **config,
     )
 
-    def run(ids: Any, table: Any, *outs: Any) -> None:
+    def run(ids: Any, table: Any, tickets: Any, *outs: Any) -> None:
         counts = torch.empty(n_blocks * n_local, dtype=dtype, device=ids.device)
-        table = ids if table is None else table
-        count(ids, table, counts, strides[0], n, n_tiles)
+        table, tickets = (ids if t is None else t for t in (table, tickets))
+        count(ids, table, tickets, counts, strides[0], n, n_tiles)
         place(ids, table, counts, *outs, *strides, n, n_blocks)
 
     return run

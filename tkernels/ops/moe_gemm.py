@@ -71,6 +71,7 @@ def moe_gemm_ref(
     silu_and_mul: bool = False,
     high: bool = False,
     out: torch.Tensor | None = None,
+    tickets: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
     """PyTorch version of ``moe_gemm``: expert by expert; rows of no expert are zero."""
@@ -405,6 +406,7 @@ def moe_gemm(
     silu_and_mul: bool = False,
     high: bool = False,
     out: torch.Tensor | None = None,
+    tickets: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
     """Each row times the weights of its expert.
@@ -428,6 +430,8 @@ def moe_gemm(
         high: with int8 weights and without a mask, all experts run W8A16.
         out: [R, N] or [R, N / 2] of x's dtype, own row stride; it may not share memory with an
             argument. Rows of no expert are left as they are.
+        tickets: int32 [1], 0, as ``moe_dispatch`` makes them, for this call alone: what counts the
+            tiles that are taken. None makes it here, by a launch more, where it is needed.
         config: launch config; None looks it up.
 
     Returns:
@@ -458,10 +462,12 @@ def moe_gemm(
         tensors, present = (*tensors, topk_weights), present + "t"
     if mask is not None:
         tensors, present = (*tensors, mask), present + "m"
+    if tickets is not None:
+        tensors, present = (*tensors, tickets), present + "c"
     run = planned(_plan, config, tensors, present, top_k, silu_and_mul, high)
     if run is not None:
         run(x, weight, expert_offsets, sorted_ids, out, weight_scale, x_q, x_scale, topk_weights,
-            mask)  # fmt: skip
+            mask, tickets)  # fmt: skip
     return out
 
 
@@ -481,7 +487,10 @@ def _empty_out(
 
 
 _Run = Callable[..., None]
-_NAMES = {"w": "weight_scale", "q": "x_q", "s": "x_scale", "t": "topk_weights", "m": "mask"}
+_NAMES = {
+    "w": "weight_scale", "q": "x_q", "s": "x_scale", "t": "topk_weights", "m": "mask",
+    "c": "tickets",
+}  # fmt: skip
 
 
 def _plan(
@@ -536,8 +545,8 @@ def _quantizing(run: _Run) -> _Run:
     """``run`` with codes and scales of its own making."""
 
     def quantizing(x: torch.Tensor, *tensors: Any) -> None:
-        *front, _, _, weights, mask = tensors
-        run(x, *front, *quantize_per_token(x), weights, mask)
+        *front, _, _, weights, mask, tickets = tensors
+        run(x, *front, *quantize_per_token(x), weights, mask, tickets)
 
     return quantizing
 
@@ -573,7 +582,7 @@ def _gathering(
     run = _bind(sizes, {**facts, "TOP_K": 0}, strides, config, max_programs)
 
     def gathering(x: torch.Tensor, weight: torch.Tensor, *tensors: Any) -> None:
-        offsets, ids, out, ws, x_q, xs, weights, mask = tensors
+        offsets, ids, out, ws, x_q, xs, weights, *others = tensors
         if by_token and facts["LOW"]:
             codes, scales = x_q.new_empty((r, k)), xs.new_empty((r,))
             copy_rows(x_q, ids, codes, stride_xq, k, r, n_sources)
@@ -587,7 +596,7 @@ def _gathering(
             sorted_weights = weights.new_empty((r,))
             copy_weights(weights, ids, sorted_weights, 1, 1, r, r)
             weights = sorted_weights
-        run(x, weight, offsets, ids, out, ws, x_q, xs, weights, mask)
+        run(x, weight, offsets, ids, out, ws, x_q, xs, weights, *others)
 
     return gathering
 
@@ -657,7 +666,7 @@ def _bind(
     numbers = (*strides, n, n_out, k, e, n_sources, n_n)
 
     def run(x: torch.Tensor, weight: torch.Tensor, *tensors: Any) -> None:
-        offsets, ids, out, ws, x_q, xs, weights, mask = tensors
+        offsets, ids, out, ws, x_q, xs, weights, mask, _ = tensors
         # What is not there is stood in for by something that is, and not read.
         x_q, xs, ws, weights, mask = (
             offsets if t is None else t for t in (x_q, xs, ws, weights, mask)
@@ -722,6 +731,7 @@ def _check(
         "x_q": ((torch.int8,), {source: rows, "K": k}),
         "x_scale": ((torch.float32,), {source: rows}),
         "mask": ((torch.int64,), {"n_words": cdiv(e, 64)}),
+        "tickets": ((torch.int32,), {"one": 1}),
         "out": ((x.dtype,), {"R": r, "N": n // 2 if silu_and_mul else n}),
     }
     for name, (dtypes, shape) in wanted.items():
