@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tkernels import device, paged_attn_quantized_hopper
+from tkernels.kv_format import NO_SLOT
 from tkernels.ops.paged_attn_quantized import SPEC
 from tkernels.quantized_attention_cases import problem_of
 from tkernels.registry import Config
@@ -242,6 +243,33 @@ def test_scales_of_values_far_apart(splits: int, dev: torch.device) -> None:
     inputs["v_scale"][pages] *= 2.0**-100
     config = {**hopper_config(problem), "SPLITS": splits, "MIN_SHARE": 64}
     assert_right(SPEC, inputs, tensors_of(SPEC.launch(**inputs, config=config)))
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("block_n", [32, 64])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_lists_of_any_length(dtype: torch.dtype, block_n: int, dev: torch.device) -> None:
+    """None, half a list and one more, a list and one more, all: of K, of V or of both."""
+    counts = (0, 1, 7, 8, 9, 15, 16, 17, 31, 32)
+    rng = random.Random(block_n)
+    for _ in range(4):
+        steps = rng.sample(counts, len(counts))
+        problem = problem_of(
+            [block_n * len(steps)] * 3, "24/2x128", dtype, "int8_fp4", outliers=1.0, lse=True
+        )
+        inputs = SPEC.make_inputs(problem, dev)
+        for pages in inputs["block_table"].tolist():
+            for step, count in enumerate(steps):
+                held = set(rng.sample(range(block_n), count))
+                for key in range(block_n):
+                    block, token = divmod(block_n * step + key, 16)
+                    both = rng.choice(("k", "v", "kv")) if key in held else ""
+                    for side in set("kv") - set(both):
+                        inputs[f"{side}_slots"][pages[block], :, token] = NO_SLOT
+                        inputs[f"{side}_scale"][pages[block], :, token].abs_()
+        config = {**hopper_config(problem), "BLOCK_N": block_n, "SPLITS": 1}
+        assert_right(SPEC, inputs, tensors_of(SPEC.launch(**inputs, config=config)))
 
 
 @gpu

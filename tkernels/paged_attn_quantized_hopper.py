@@ -17,7 +17,8 @@ that the pool rows come with the codes. Their own products are small:
     scores  += onehot[keys, list] @ (residual[list, :] @ q)
     result  += residual[list, :]^T @ (onehot[list, keys] @ weights)
 
-If there are more than LIST, the rest takes further rounds, in order.
+If there are more than LIST, the rest takes further rounds, in order. Where half of LIST is enough,
+as it is nearly always, the other half are zeros that nothing is computed for (FEW).
 
 It is written in Gluon. How codes come apart as even and odd channels is told in the portable body;
 here they are also apart by the half of the head that they are in, as residuals are.
@@ -132,11 +133,11 @@ def _stacked(upper, lower):
 
 
 @gluon.jit
-def _right_operand(x, right: gl.constexpr):
+def _right_operand(x, right: gl.constexpr, FEW: gl.constexpr):
     """A result [M, R], in fp16, as the right operand of the next product.
 
     Each lane hands its numbers of 8 x 8 to where the turned matrix has them; turned once more, in
-    name only, they are where a right operand has them.
+    name only, they are where a right operand has them. With FEW it has as many zeros behind them.
     """
     m: gl.constexpr = x.shape[0]
     r: gl.constexpr = x.shape[1]
@@ -144,7 +145,8 @@ def _right_operand(x, right: gl.constexpr):
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x.to(gl.float16)],
         dtype=gl.float16, is_pure=True, pack=2)
     blocks = gl.permute(gl.reshape(turned, [m // 8, 8, r // 8, 8]), [0, 3, 2, 1])
-    return gl.convert_layout(gl.reshape(blocks, [m, r]), right, assert_trivial=True)
+    blocks = gl.reshape(blocks, [m, r])
+    return _whole(blocks, True, FEW, right)
 
 
 @gluon.jit
@@ -154,6 +156,36 @@ def _decoded(words, MANTISSA: gl.constexpr):
     return gl.inline_asm_elementwise(
         text, "=&r,=&r,=&r,=&r,r", [words],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2)
+
+
+@gluon.jit
+def _part(x, ROWS: gl.constexpr, FEW: gl.constexpr):
+    """With FEW the first half of a matrix' rows (not ROWS: of its columns), where no data moves."""
+    m: gl.constexpr = x.shape[0]
+    n: gl.constexpr = x.shape[1]
+    part = x
+    if FEW:
+        if ROWS:
+            parts = gl.permute(gl.reshape(x, [2, m // 2, n]), [1, 2, 0])
+        else:
+            parts = gl.permute(gl.reshape(x, [m, 2, n // 2]), [0, 2, 1])
+        part, _ = gl.split(parts)
+    return part
+
+
+@gluon.jit
+def _whole(x, ROWS: gl.constexpr, FEW: gl.constexpr, layout: gl.constexpr):
+    """What ``_part`` is of, if the other half are zeros."""
+    m: gl.constexpr = x.shape[0]
+    n: gl.constexpr = x.shape[1]
+    whole = x
+    if FEW:
+        both = gl.join(x, gl.full([m, n], 0.0, x.dtype, x.type.layout))
+        if ROWS:
+            whole = gl.reshape(gl.permute(both, [2, 0, 1]), [2 * m, n])
+        else:
+            whole = gl.reshape(gl.permute(both, [0, 2, 1]), [m, 2 * n])
+    return gl.convert_layout(whole, layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -350,56 +382,68 @@ def _unit_of(exponents, block: gl.constexpr):
 def _add_scores(
     s, stage, q0, q1, q2, q3, list_s, rest_s, exponents_s, scores: gl.constexpr,
     left: gl.constexpr, right: gl.constexpr, LIST: gl.constexpr, N: gl.constexpr,
-    MANTISSA: gl.constexpr,
+    MANTISSA: gl.constexpr, FEW: gl.constexpr,
 ):
     """``s`` [N, R] and what the residuals of listed keys add to it."""
+    part: gl.constexpr = LIST // 2 if FEW else LIST
     zero = gl.full([LIST, s.shape[1]], 0.0, gl.float32, scores)
-    exponents = exponents_s.index(stage * 2).load(gl.SliceLayout(1, scores))
+    rest = _part(zero, True, FEW)
+    exponents = exponents_s.index(stage * 2).slice(0, part)
+    exponents = exponents.load(gl.SliceLayout(1, rest.type.layout))
     words = _halves(rest_s.index(stage * 2).load(left), False)
     parts = (_halves(q0, True), _halves(q1, True), _halves(q2, True), _halves(q3, True))
-    rest = zero
     for i in gl.static_range(2):  # of the two blocks of each half
-        k0, k1, k2, k3 = _decoded(words[i], MANTISSA)
-        lower = ampere.mma_v2(k1, parts[1][i], ampere.mma_v2(k0, parts[0][i], zero))
-        upper = ampere.mma_v2(k3, parts[3][i], ampere.mma_v2(k2, parts[2][i], zero))
-        rest += lower * _unit_of(exponents, i)[:, None]
-        rest += upper * _unit_of(exponents, i + 2)[:, None]
-    key = (list_s.index(stage * 2).load(gl.SliceLayout(0, left)) >> 16).to(gl.float16)
-    n = gl.arange(0, N, gl.SliceLayout(1, left)).to(gl.float16)
-    same = gl.full([N, LIST], 0.0, gl.float16, left)
-    onehot = _equal(n[:, None] + same, key[None, :] + same)
-    return ampere.mma_v2(onehot, _right_operand(rest, right), s)
+        k0, k1, k2, k3 = _decoded(_part(words[i], True, FEW), MANTISSA)
+        lower = ampere.mma_v2(_whole(k0, True, FEW, left), parts[0][i], zero)
+        lower = ampere.mma_v2(_whole(k1, True, FEW, left), parts[1][i], lower)
+        upper = ampere.mma_v2(_whole(k2, True, FEW, left), parts[2][i], zero)
+        upper = ampere.mma_v2(_whole(k3, True, FEW, left), parts[3][i], upper)
+        rest += _part(lower, True, FEW) * _unit_of(exponents, i)[:, None]
+        rest += _part(upper, True, FEW) * _unit_of(exponents, i + 2)[:, None]
+    same = _part(gl.full([N, LIST], 0.0, gl.float16, left), False, FEW)
+    key = list_s.index(stage * 2).slice(0, part).load(gl.SliceLayout(0, same.type.layout)) >> 16
+    n = gl.arange(0, N, gl.SliceLayout(1, same.type.layout)).to(gl.float16)
+    onehot = _equal(n[:, None] + same, key.to(gl.float16)[None, :] + same)
+    onehot = _whole(onehot, False, FEW, left)
+    return ampere.mma_v2(onehot, _right_operand(rest, right, FEW), s)
 
 
 @gluon.jit
 def _add_results(
     acc0, acc1, acc2, acc3, weights, stage, list_s, rest_s, exponents_s, scores: gl.constexpr,
     left: gl.constexpr, right: gl.constexpr, LIST: gl.constexpr, N: gl.constexpr,
-    MANTISSA: gl.constexpr,
+    MANTISSA: gl.constexpr, FEW: gl.constexpr,
 ):
     """Results, in four parts [D / 4, R], and what the residuals of listed keys add to them."""
-    key = (list_s.index(stage * 2 + 1).load(gl.SliceLayout(1, left)) >> 16).to(gl.float16)
-    n = gl.arange(0, N, gl.SliceLayout(0, left)).to(gl.float16)
-    same = gl.full([LIST, N], 0.0, gl.float16, left)
-    onehot = _equal(key[:, None] + same, n[None, :] + same)
+    part: gl.constexpr = LIST // 2 if FEW else LIST
+    same = _part(gl.full([LIST, N], 0.0, gl.float16, left), True, FEW)
+    key = list_s.index(stage * 2 + 1).slice(0, part).load(gl.SliceLayout(1, same.type.layout)) >> 16
+    n = gl.arange(0, N, gl.SliceLayout(0, same.type.layout)).to(gl.float16)
+    onehot = _equal(key.to(gl.float16)[:, None] + same, n[None, :] + same)
     zero = gl.full([LIST, weights.shape[1]], 0.0, gl.float32, scores)
-    picked = ampere.mma_v2(onehot, weights, zero)
-    exponents = exponents_s.index(stage * 2 + 1).load(gl.SliceLayout(1, scores))
+    picked = ampere.mma_v2(_whole(onehot, True, FEW, left), weights, zero)
+    picked = _part(picked, True, FEW)
+    exponents = exponents_s.index(stage * 2 + 1).slice(0, part)
+    exponents = exponents.load(gl.SliceLayout(1, picked.type.layout))
     words = _halves(rest_s.index(stage * 2 + 1).permute([1, 0]).load(left), True)
     a0, b0 = _halves(acc0, True)
     a1, b1 = _halves(acc1, True)
     a2, b2 = _halves(acc2, True)
     a3, b3 = _halves(acc3, True)
-    lower = _right_operand(picked * _unit_of(exponents, 0)[:, None], right)
-    upper = _right_operand(picked * _unit_of(exponents, 2)[:, None], right)
-    v0, v1, v2, v3 = _decoded(words[0], MANTISSA)
-    a0, a1 = ampere.mma_v2(v0, lower, a0), ampere.mma_v2(v1, lower, a1)
-    a2, a3 = ampere.mma_v2(v2, upper, a2), ampere.mma_v2(v3, upper, a3)
-    lower = _right_operand(picked * _unit_of(exponents, 1)[:, None], right)
-    upper = _right_operand(picked * _unit_of(exponents, 3)[:, None], right)
-    v0, v1, v2, v3 = _decoded(words[1], MANTISSA)
-    b0, b1 = ampere.mma_v2(v0, lower, b0), ampere.mma_v2(v1, lower, b1)
-    b2, b3 = ampere.mma_v2(v2, upper, b2), ampere.mma_v2(v3, upper, b3)
+    lower = _right_operand(picked * _unit_of(exponents, 0)[:, None], right, FEW)
+    upper = _right_operand(picked * _unit_of(exponents, 2)[:, None], right, FEW)
+    v0, v1, v2, v3 = _decoded(_part(words[0], False, FEW), MANTISSA)
+    a0 = ampere.mma_v2(_whole(v0, False, FEW, left), lower, a0)
+    a1 = ampere.mma_v2(_whole(v1, False, FEW, left), lower, a1)
+    a2 = ampere.mma_v2(_whole(v2, False, FEW, left), upper, a2)
+    a3 = ampere.mma_v2(_whole(v3, False, FEW, left), upper, a3)
+    lower = _right_operand(picked * _unit_of(exponents, 1)[:, None], right, FEW)
+    upper = _right_operand(picked * _unit_of(exponents, 3)[:, None], right, FEW)
+    v0, v1, v2, v3 = _decoded(_part(words[1], False, FEW), MANTISSA)
+    b0 = ampere.mma_v2(_whole(v0, False, FEW, left), lower, b0)
+    b1 = ampere.mma_v2(_whole(v1, False, FEW, left), lower, b1)
+    b2 = ampere.mma_v2(_whole(v2, False, FEW, left), upper, b2)
+    b3 = ampere.mma_v2(_whole(v3, False, FEW, left), upper, b3)
     return _stacked(a0, b0), _stacked(a1, b1), _stacked(a2, b2), _stacked(a3, b3)
 
 
@@ -559,15 +603,19 @@ def _paged_attn_quantized_hopper_kernel(
             k2, k3 = _codes(upper_half)
             s = ampere.mma_v2(k3, q3, ampere.mma_v2(k2, q2, s))
             if RESIDUAL_BLOCK > 0:
-                s = _add_scores(s, i % 2, q0, q1, q2, q3, list_s, rest_s, exponents_s, scores, left,
-                                right, LIST, N, MANTISSA)
+                if count <= LIST // 2:
+                    s = _add_scores(s, i % 2, q0, q1, q2, q3, list_s, rest_s, exponents_s, scores,
+                                    left, right, LIST, N, MANTISSA, True)
+                else:
+                    s = _add_scores(s, i % 2, q0, q1, q2, q3, list_s, rest_s, exponents_s, scores,
+                                    left, right, LIST, N, MANTISSA, False)
                 for begin in range(LIST, count, LIST):
                     _fetch_round(i % 2, begin, pos, low, context_len, columns, k_slots_ptr,
                                  v_slots_ptr, table_ptr, n_slots, k_residual_ptr, v_residual_ptr,
                                  k_exponents_ptr, v_exponents_ptr, list_s, rest_s, exponents_s, H,
                                  BLOCK_SIZE, D, N, LIST)
                     s = _add_scores(s, i % 2, q0, q1, q2, q3, list_s, rest_s, exponents_s, scores,
-                                    left, right, LIST, N, MANTISSA)
+                                    left, right, LIST, N, MANTISSA, False)
 
             k_scale = gl.abs(scales_s.index(stage * 2).load(key_rows))
             v_scale = gl.abs(scales_s.index(stage * 2 + 1).load(key_rows))
@@ -587,7 +635,8 @@ def _paged_attn_quantized_hopper_kernel(
             new_unit = gl.minimum(gl.maximum(unit, largest + 1), 254)
             shrink = shrink * _power(gl.maximum(127 + unit - new_unit, 0))
             unit = new_unit
-            weights = _right_operand(p * (v_scale * _power(257 - unit))[:, None], right)  # up to 8
+            weights = p * (v_scale * _power(257 - unit))[:, None]  # up to 8
+            weights = _right_operand(weights, right, False)
 
             acc0, acc1 = acc0 * shrink[None, :], acc1 * shrink[None, :]
             acc2, acc3 = acc2 * shrink[None, :], acc3 * shrink[None, :]
@@ -602,9 +651,14 @@ def _paged_attn_quantized_hopper_kernel(
                                  v_slots_ptr, table_ptr, n_slots, k_residual_ptr, v_residual_ptr,
                                  k_exponents_ptr, v_exponents_ptr, list_s, rest_s, exponents_s, H,
                                  BLOCK_SIZE, D, N, LIST)
-                acc0, acc1, acc2, acc3 = _add_results(
-                    acc0, acc1, acc2, acc3, weights, i % 2, list_s, rest_s, exponents_s, scores,
-                    left, right, LIST, N, MANTISSA)
+                if count <= LIST // 2:
+                    acc0, acc1, acc2, acc3 = _add_results(
+                        acc0, acc1, acc2, acc3, weights, i % 2, list_s, rest_s, exponents_s,
+                        scores, left, right, LIST, N, MANTISSA, True)
+                else:
+                    acc0, acc1, acc2, acc3 = _add_results(
+                        acc0, acc1, acc2, acc3, weights, i % 2, list_s, rest_s, exponents_s,
+                        scores, left, right, LIST, N, MANTISSA, False)
                 for begin in range(LIST, count, LIST):
                     _fetch_round(i % 2, begin, pos, low, context_len, columns, k_slots_ptr,
                                  v_slots_ptr, table_ptr, n_slots, k_residual_ptr, v_residual_ptr,
@@ -612,7 +666,7 @@ def _paged_attn_quantized_hopper_kernel(
                                  BLOCK_SIZE, D, N, LIST)
                     acc0, acc1, acc2, acc3 = _add_results(
                         acc0, acc1, acc2, acc3, weights, i % 2, list_s, rest_s, exponents_s,
-                        scores, left, right, LIST, N, MANTISSA)
+                        scores, left, right, LIST, N, MANTISSA, False)
                 count = next_count
             pos += stride
 
