@@ -26,7 +26,8 @@ bits, int32 or fp32) in a workspace, and a second kernel adds these in order.
 ``SWAP`` computes the transposed tile, so that weights are the left operand, of which Hopper's
 instruction takes 64 rows and more, and x the right one, of which it takes 8. ``variant`` "tma"
 reads through tensor maps, "hopper" is another body for large tiles (``masked_gemm_hopper``), "few"
-one for few rows, all in int8 (``masked_gemm_few``), "rows" one for several (``masked_gemm_rows``).
+one for few rows, all in int8 (``masked_gemm_few``), "rows" one for several (``masked_gemm_rows``),
+"stream" one for up to 64 that is as wide as all cores together (``masked_gemm_stream``).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from tkernels import (
     masked_gemm_few,
     masked_gemm_hopper,
     masked_gemm_rows,
+    masked_gemm_stream,
     w4a16_gemm_hopper,
     w4a16_gemm_rows,
 )
@@ -556,7 +558,7 @@ def _plan(
         few = bind_few((m, n, k), facts, strides, cfg, max_programs)
         run = _by_address(few, bound(other, max_programs))
     else:
-        described = _bind_hopper if cfg["variant"] == "hopper" else _bind
+        described = {"hopper": _bind_hopper, "stream": _bind_stream}.get(cfg["variant"], _bind)
         fast = described((m, n, k), facts, strides, n_words, cfg, max_programs)
         run = _by_address(fast, bound({**cfg, **_plain_threads(cfg)}, max_programs))
     return _quantizing(run) if path != "high" and x_q is None else run
@@ -565,10 +567,13 @@ def _plan(
 def _plain_threads(config: Config) -> Config:
     """What changes where tensors lie at addresses that tensor maps cannot express.
 
-    The tiles stay, so that sums are taken in the same order.
+    Parts of K and their steps stay, so that sums are taken in the same order.
     """
-    hopper = config["variant"] == "hopper"
-    return {"variant": "portable", **({"num_warps": 8, "num_stages": 3} if hopper else {})}
+    threads: dict[str, Config] = {
+        "hopper": {"num_warps": 8, "num_stages": 3},
+        "stream": {"BLOCK_N": 64, "num_stages": 2},  # a tile's width makes no difference to a sum
+    }
+    return {"variant": "portable", **threads.get(config["variant"], {})}
 
 
 def _quantizing(run: _Run) -> _Run:
@@ -751,10 +756,6 @@ def _bind_rows(
     most = 0 if max_programs == dev.max_programs else max_programs
     slices, steps = masked_gemm_rows.slices_of(config), masked_gemm_rows.steps_of(config, k)
     tiles = w4a16_gemm_rows.tiles_of(config, m, n, most)
-    options = {
-        **device.rounding_each_step(),
-        **({"launch_pdl": True} if config["PDL"] else {}),
-    }
     multiply = bind(
         masked_gemm_rows._masked_gemm_rows_kernel,
         (n_m * cdiv(n_n, tiles) * splits,),
@@ -773,24 +774,11 @@ def _bind_rows(
         W=warps,
         num_warps=warps,
         **w4a16_gemm_hopper.register_options(warps, max_programs),
-        **options,
+        **device.rounding_each_step(),
+        **({"launch_pdl": True} if config["PDL"] else {}),
     )
     numbers = (strides[0] // 16, strides[1] // 16, strides[4], n, k, m, n_m)
-    if splits > 1:
-        piece, add_warps = w4a16_gemm_rows.piece_to_add(m, n, dev)
-        n_pieces = cdiv(n, piece)
-        add = bind(
-            masked_gemm_rows._add_int8_rows_kernel,
-            (m * n_pieces,),
-            HAS_BIAS=facts["HAS_BIAS"],
-            PDL=config["PDL"],
-            SPLIT_K=splits,
-            PIECE=piece,
-            W=add_warps,
-            num_warps=add_warps,
-            **options,
-        )
-        add_numbers = (strides[4], n, n_pieces, m)
+    add, add_numbers = _bind_adding_rows(sizes, facts, strides[4], config)
 
     def run(*tensors: Any) -> None:
         out, given = _stood_in(True, *tensors)
@@ -799,10 +787,66 @@ def _bind_rows(
         if splits > 1:
             part = torch.empty(splits * m * n, dtype=torch.int32, device=out.device)
         multiply(w, x_q, ws, xs, bias, out, part, *numbers)
-        if splits > 1:
+        if add is not None:
             add(ws, xs, bias, out, part, *add_numbers)
 
     return run
+
+
+def _bind_stream(
+    sizes: tuple[int, int, int],
+    facts: dict[str, bool],
+    strides: tuple[int, ...],
+    n_words: int,
+    config: Config,
+    max_programs: int,
+) -> _Run:
+    """The same for ``masked_gemm_stream``, which has all paths."""
+    m, n, _ = sizes
+    splits, low, high = config["SPLIT_K"], facts["LOW"], facts["HIGH"]
+    multiply = masked_gemm_stream.bind(sizes, facts, strides, n_words, config)
+    if high:
+        add, add_numbers = _bind_adding(sizes, facts, strides[4], n_words, config, max_programs)
+    else:
+        add, add_numbers = _bind_adding_rows(sizes, facts, strides[4], config)
+
+    def run(*tensors: Any) -> None:
+        out, given = _stood_in(low, *tensors)
+        w, x_q, hw, x, ws, xs, bias, mask, group = given
+        part = out
+        if splits > 1:
+            part = torch.empty(splits * m * n, dtype=torch.int32, device=out.device)
+        multiply(w, w, x_q, hw, hw, x, ws, xs, bias, mask, group, out, part)
+        if add is not None and high:
+            add(ws, xs, bias, mask, group, out, part, *add_numbers)
+        elif add is not None:
+            add(ws, xs, bias, out, part, *add_numbers)
+
+    return run
+
+
+def _bind_adding_rows(
+    sizes: tuple[int, int, int], facts: dict[str, bool], stride_o: int, config: Config
+) -> tuple[Callable[..., None] | None, tuple[int, ...]]:
+    """``_bind_adding`` for int8 rows alone: scales are read ahead of the wait."""
+    if config["SPLIT_K"] == 1:
+        return None, ()
+    m, n, _ = sizes
+    piece, warps = w4a16_gemm_rows.piece_to_add(m, n, device.current())
+    n_pieces = cdiv(n, piece)
+    add = bind(
+        masked_gemm_rows._add_int8_rows_kernel,
+        (m * n_pieces,),
+        HAS_BIAS=facts["HAS_BIAS"],
+        PDL=config["PDL"],
+        SPLIT_K=config["SPLIT_K"],
+        PIECE=piece,
+        W=warps,
+        num_warps=warps,
+        **device.rounding_each_step(),
+        **({"launch_pdl": True} if config["PDL"] else {}),
+    )
+    return add, (stride_o, n, n_pieces, m)
 
 
 def _bind_adding(
@@ -949,15 +993,16 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     if _has_tma(dev):
         space["variant"] = ["portable", "tma"]
     if dev.arch == "sm90":
-        space["variant"] += ["hopper", "few", "rows"]
+        space["variant"] += ["hopper", "few", "rows", "stream"]
         space["BLOCK_M"] = [8, *space["BLOCK_M"]]
+        space["BLOCK_N"] = sorted({*space["BLOCK_N"], *masked_gemm_stream.PARTS})
         space["programs_per_core"] = [0, 1, 2, 3, 4, 6]
     return {
         **space,
         "SWAP": [False, True],
         "PDL": [False, True] if _has_pdl(dev) else [False],
         "num_warps": [2, 4, 8],
-        "num_stages": [1, 2, 3, 4, 5, 6],
+        "num_stages": [1, 2, 3, 4, 5, 6, *([7, 9, 11] if dev.arch == "sm90" else [])],
     }
 
 
@@ -1025,6 +1070,7 @@ def _portable_config(problem: Problem, dev: Device) -> Config:
     return config
 
 
+_VARIANTS = ("portable", "tma", "hopper", "few", "rows", "stream")
 # What the Hopper body has no choice of.
 _HOPPER: Config = {
     "variant": "hopper",
@@ -1055,6 +1101,9 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if config["variant"] == "rows":
         unfit = masked_gemm_rows.why_unfit(problem, dev)
         return unfit or masked_gemm_rows.why_illegal(config, problem, dev)
+    if config["variant"] == "stream":
+        unfit = masked_gemm_stream.why_unfit(problem, dev)
+        return unfit or masked_gemm_stream.why_illegal(config, problem, dev)
     for name, least in (("BLOCK_M", 16), ("BLOCK_N", 16), ("BLOCK_K", 32)):
         if config[name] < least or config[name] & (config[name] - 1):
             return f"{name} must be a power of two from {least} on, got {config[name]}"
@@ -1063,7 +1112,7 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     variant = config["variant"]
     if variant not in ("portable", "tma", "hopper"):
-        return f"variant must be portable, tma, hopper, few or rows, got {variant!r}"
+        return f"variant must be one of {', '.join(_VARIANTS)}, got {variant!r}"
     if not dev.registers:
         if variant != "portable":
             return f"variant {variant} needs an NVIDIA device, got {dev.arch}"
