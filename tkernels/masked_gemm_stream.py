@@ -64,23 +64,29 @@ LATE = True
 
 @gluon.jit
 def _ask_for_weights(
-    w0_desc, w1_desc, w0_s, w1_s, full, slot, col0, k, N0: gl.constexpr, N1: gl.constexpr,
+    w0_desc, w1_desc, w0_s, w1_s, full, slot, col0, k, there, N0: gl.constexpr, N1: gl.constexpr,
     P: gl.constexpr, EACH: gl.constexpr,
 ):
-    """Start to bring a step's weights. EACH: tiles of this kind that a panel of a stage has."""
+    """Start to bring a step's weights, if it is ``there``, and expect x too.
+
+    EACH: tiles of this kind that a panel of a stage has.
+    """
     columns: gl.constexpr = w0_s.shape[2]
+    bar = full.index(slot)
+    hopper.mbarrier.expect(bar, P * 128 * (64 + (N0 + N1) // EACH), pred=there)
     for p in gl.static_range(P):
         at = (slot * P + p) * EACH
-        _load_tile(w0_desc, [col0, k + p * columns], full.index(slot), w0_s.index(at))
+        _load_tile(w0_desc, [col0, k + p * columns], bar, w0_s.index(at), pred=there)
         if N1 > 0:
-            _load_tile(w1_desc, [col0 + N0, k + p * columns], full.index(slot), w1_s.index(at))
+            _load_tile(w1_desc, [col0 + N0, k + p * columns], bar, w1_s.index(at), pred=there)
 
 
 @gluon.jit
-def _ask_for_x(x_desc, x_s, full, slot, row0, k, P: gl.constexpr):
+def _ask_for_x(x_desc, x_s, full, slot, row0, k, there, P: gl.constexpr):
     columns: gl.constexpr = x_s.shape[2]
     for p in gl.static_range(P):
-        _load_tile(x_desc, [row0, k + p * columns], full.index(slot), x_s.index(slot * P + p))
+        _load_tile(
+            x_desc, [row0, k + p * columns], full.index(slot), x_s.index(slot * P + p), pred=there)
 
 
 @gluon.jit
@@ -100,11 +106,10 @@ def _ask_for_first(
     step: gl.constexpr = P * buffers[2].shape[2]
     for i in range(gl.minimum(count, STAGES)):
         slot = (done + i) % STAGES
-        hopper.mbarrier.expect(full.index(slot), P * 128 * (64 + (N0 + N1) // EACH))
         _ask_for_weights(
-            descs[0], descs[1], buffers[0], buffers[1], full, slot, col0, k_first + i * step, N0,
-            N1, P, EACH)
-        _ask_for_x(descs[2], buffers[2], full, slot, row0, k_first + i * step, P)
+            descs[0], descs[1], buffers[0], buffers[1], full, slot, col0, k_first + i * step, True,
+            N0, N1, P, EACH)
+        _ask_for_x(descs[2], buffers[2], full, slot, row0, k_first + i * step, True, P)
 
 
 @gluon.jit
@@ -130,7 +135,6 @@ def _sums(
     wide0, wide1 = wide
     columns: gl.constexpr = x_s.shape[2]
     EACH: gl.constexpr = 2 if WIDEN else 1
-    BYTES: gl.constexpr = P * 128 * (64 + (N0 + N1) // EACH)
     acc0 = gl.zeros([64, N0], ACC, layout0)
     acc1 = gl.zeros([64, N1 if N1 > 0 else 32], ACC, layout1)
     for j in range(count):
@@ -166,9 +170,9 @@ def _sums(
         if j + STAGES < count:
             _barrier()  # all warps are through with the stage
             k = _column(j + STAGES, turn, asked, k_first, P * columns)
-            hopper.mbarrier.expect(full.index(slot), BYTES)
-            _ask_for_weights(w0_desc, w1_desc, w0_s, w1_s, full, slot, col0, k, N0, N1, P, EACH)
-            _ask_for_x(x_desc, x_s, full, slot, row0, k, P)
+            _ask_for_weights(
+                w0_desc, w1_desc, w0_s, w1_s, full, slot, col0, k, True, N0, N1, P, EACH)
+            _ask_for_x(x_desc, x_s, full, slot, row0, k, True, P)
         if TRIGGER:  # noqa: SIM102 (what is known at compile time stands alone)
             if j == gl.maximum(count - STAGES, 0):
                 _let_next_kernel_start()
@@ -295,21 +299,16 @@ def _masked_gemm_stream_kernel(
                 hw1_s = _as(w1_s, dtype, [STAGES * P, N1, 64], of16)
 
     # The first weights, which no earlier kernel writes.
-    LOW_BYTES: gl.constexpr = P * 128 * (64 + N0 + N1)
-    HIGH_BYTES: gl.constexpr = P * 128 * (64 + (N0 + N1) // EACH)
     turn = tile % gl.maximum(low_count, 1)
     for i in gl.static_range(STAGES):
         if LOW:
-            if i < low_count:
-                hopper.mbarrier.expect(full.index(i), LOW_BYTES)
-                k = _column(i, turn, low_count, k_first, P * 128)
-                _ask_for_weights(w0_desc, w1_desc, w0_s, w1_s, full, i, col0, k, N0, N1, P, 1)
+            k = _column(i, turn, low_count, k_first, P * 128)
+            _ask_for_weights(
+                w0_desc, w1_desc, w0_s, w1_s, full, i, col0, k, i < low_count, N0, N1, P, 1)
         else:
-            if i < high_count:
-                hopper.mbarrier.expect(full.index(i), HIGH_BYTES)
-                k = k_first + i * (P * 64)
-                _ask_for_weights(
-                    hw0_desc, hw1_desc, hw0_s, hw1_s, full, i, col0, k, N0, N1, P, EACH)
+            _ask_for_weights(
+                hw0_desc, hw1_desc, hw0_s, hw1_s, full, i, col0, k_first + i * (P * 64),
+                i < high_count, N0, N1, P, EACH)
     scale0 = full
     scale1 = full
     bias0 = full
@@ -326,12 +325,10 @@ def _masked_gemm_stream_kernel(
         _wait_for_earlier_kernels()
     for i in gl.static_range(STAGES):
         if LOW:
-            if i < low_count:
-                k = _column(i, turn, low_count, k_first, P * 128)
-                _ask_for_x(xq_desc, xq_s, full, i, row0, k, P)
+            k = _column(i, turn, low_count, k_first, P * 128)
+            _ask_for_x(xq_desc, xq_s, full, i, row0, k, i < low_count, P)
         else:
-            if i < high_count:
-                _ask_for_x(x_desc, x_s, full, i, row0, k_first + i * (P * 64), P)
+            _ask_for_x(x_desc, x_s, full, i, row0, k_first + i * (P * 64), i < high_count, P)
 
     word = n_words.to(gl.int64)
     if LOW and HIGH:
