@@ -15,9 +15,10 @@ import torch
 
 import tkernels
 from tests.compiled_for import lines_of
-from tkernels import device, masked_gemm_stream
+from tests.plain_gluon import Machine
+from tkernels import device, masked_gemm_hopper, masked_gemm_stream
 from tkernels.masked_gemm_cases import gemm_inputs, gemm_problem
-from tkernels.ops.masked_gemm import SPEC
+from tkernels.ops.masked_gemm import SPEC, runs_high_ref
 from tkernels.registry import Config, Problem
 from tkernels.testing import assert_close
 
@@ -104,6 +105,105 @@ def test_a_program_goes_round_all_its_columns(
     starts = [masked_gemm_stream._column.fn(j, turn, count, 1000, 128) for j in range(count)]
     assert starts[0] == 1000 + turn * 128
     assert sorted(starts) == [1000 + 128 * j for j in range(count)]
+
+
+# ---- results, as plain Python ------------------------------------------------------------------
+
+# (rows, outputs, columns), config
+PLAIN: list[Any] = [
+    ((64, 200, 1168), {}),
+    ((16, 96, 640), {"num_stages": 11, "PDL": False}),  # stages that no step needs
+    ((70, 250, 1040), {"BLOCK_N": 192, "SPLIT_K": 3, "num_stages": 2}),
+    ((5, 130, 528), {"BLOCK_N": 64, "BLOCK_K": 256, "SPLIT_K": 5}),  # a part without columns
+    ((33, 300, 784), {"BLOCK_N": 256, "BLOCK_K": 256, "num_stages": 2}),
+    ((64, 128, 16), {"BLOCK_N": 128}),
+]
+
+
+def run_plainly(
+    problem: Problem, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> tuple[torch.Tensor, torch.Tensor, Machine]:
+    """(what the body computes, without adding parts of K: these; what was expected; the machine)"""
+    inputs = gemm_inputs(problem, torch.device("cpu"))
+    machine = Machine(
+        monkeypatch,
+        [masked_gemm_stream, masked_gemm_hopper],
+        {"w0_desc", "w1_desc", "hw0_desc", "hw1_desc", "ws_ptr", "bias_ptr"},
+    )
+    m, n, k, splits = problem["m"], problem["n"], problem["k"], config["SPLIT_K"]
+    x, weight, mask = inputs["x"], inputs["weight"], inputs.get("mask")
+    hw = inputs.get("high_weight", weight)
+    path = problem["path"]
+    x_q, xs = inputs.get("x_q", x), inputs.get("x_scale", inputs["weight_scale"])
+    out = torch.full((m, n + 3), 7.0, dtype=x.dtype)[:, :n]
+    part = torch.full((splits, m, n), 7, dtype=torch.int32)
+    facts = {
+        "LOW": path != "high",
+        "HIGH": path != "int8",
+        "HIGH_SCALE": not problem["high_weight"],
+        "HAS_BIAS": "bias" in inputs,
+        "HAS_GROUP": "row_group" in inputs,
+        "ONE_WORD": mask is not None and len(mask) == 1,
+    }
+    strides = tuple(t.stride(0) for t in (weight, x_q, hw, x, out))
+    words = 0 if mask is None else len(mask)
+    run = masked_gemm_stream.bind((m, n, k), facts, strides, words, config)
+    w, x_q = (weight, x_q) if path != "high" else (hw, x)
+    ws = inputs["weight_scale"]
+    more = [ws if t is None else t for t in (inputs.get("bias"), mask, inputs.get("row_group"))]
+    run(w, w, x_q, hw, hw, x, ws, xs, *more, out, part)
+    assert bool((out._base[:, n:] == 7.0).all())
+    expected = tkernels.reference.masked_gemm(**inputs)
+    return (out if splits == 1 else part), expected, machine
+
+
+@pytest.mark.skipif(not device.is_there(masked_gemm_stream.gl), reason="this triton has no Gluon")
+@pytest.mark.parametrize(
+    ("sizes", "changed", "late"), [(*case, True) for case in PLAIN] + [(*PLAIN[0], False)]
+)
+def test_int8_as_plain_python(
+    sizes: tuple[int, int, int], changed: Config, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masked_gemm_stream, "LATE", late)
+    problem, config = gemm_problem(*sizes, bias=True), {**BASE, **changed}
+    assert SPEC.why_illegal(config, problem, SM90) is None
+    got, expected, machine = run_plainly(problem, config, monkeypatch)
+    if config["SPLIT_K"] > 1:
+        inputs = gemm_inputs(problem, torch.device("cpu"))
+        y = got.sum(0).float() * inputs["x_scale"][:, None] * inputs["weight_scale"]
+        got = (y + inputs["bias"].float()).to(expected.dtype)
+    assert torch.equal(got, expected)
+    assert machine.triggers <= int(config["PDL"])
+
+
+@pytest.mark.skipif(not device.is_there(masked_gemm_stream.gl), reason="this triton has no Gluon")
+@pytest.mark.parametrize(
+    ("sizes", "changed"),
+    [
+        ((64, 200, 1168), {"num_stages": 3}),
+        ((70, 250, 1040), {"BLOCK_N": 192, "BLOCK_K": 256, "SPLIT_K": 2, "num_stages": 2}),
+    ],
+)
+@pytest.mark.parametrize("groups", ["mixed", "none", "all", "layer", "high"])
+@pytest.mark.parametrize("high_weight", [False, True])
+def test_masks_as_plain_python(
+    sizes: tuple[int, int, int], changed: Config, groups: str, high_weight: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    how = {"path": "high"} if groups == "high" else {"path": "masked", "groups": groups}
+    problem = gemm_problem(*sizes, bias=True, high_weight=high_weight, words=2, **how)
+    config = {**BASE, **changed}
+    assert SPEC.why_illegal(config, problem, SM90) is None
+    got, expected, _ = run_plainly(problem, config, monkeypatch)
+    if config["SPLIT_K"] > 1:
+        inputs = gemm_inputs(problem, torch.device("cpu"))
+        high = got.view(torch.float32).sum(0)
+        high = high if high_weight else high * inputs["weight_scale"]
+        if groups != "high":
+            low = got.sum(0).float() * inputs["x_scale"][:, None] * inputs["weight_scale"]
+            high = torch.where(_runs_high(inputs)[:, None], high, low)
+        got = (high + inputs["bias"].float()).to(expected.dtype)
+    assert_close(got, expected.float(), what=f"{problem}")
 
 
 # ---- what the compiler makes of it -------------------------------------------------------------
@@ -266,8 +366,6 @@ def test_each_row_of_a_mask_is_what_it_is_alone(seed: int, dev: torch.device) ->
 
 
 def _runs_high(inputs: dict[str, Any]) -> torch.Tensor:
-    from tkernels.ops.masked_gemm import runs_high_ref
-
     return runs_high_ref(inputs["mask"], inputs.get("row_group"), len(inputs["x"]))
 
 
