@@ -213,6 +213,7 @@ def _append_head(
         inverse_low, inverse_high = _inverse(scale_low), _inverse(scale_high)
     if RESIDUAL_BLOCK > 0:
         tau = tl.load(tau_ptr + head)
+        most = tl.where(tau < 0, -1.0, tau * tau)
     for tile in range(first, n_tiles, step):
         tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
         there = tokens < n_tokens
@@ -222,21 +223,19 @@ def _append_head(
         if CLAMPED:
             tokens = tl.minimum(tokens, n_tokens - 1)
         rows = x_ptr + tokens.to(tl.int64)[:, None] * stride_xt + head64 * stride_xh
-        low = tl.load(rows + low_column, mask=there[:, None] & in_low, other=0.0).to(tl.float32)
-        high = tl.load(rows + high_column, mask=there[:, None] & in_high, other=0.0).to(tl.float32)
+        low = _fp32(tl.load(rows + low_column, mask=there[:, None] & in_low, other=0.0))
+        high = _fp32(tl.load(rows + high_column, mask=there[:, None] & in_high, other=0.0))
 
         kept = (position >= 0) & (position < n_positions)
         position = tl.where(kept, position, 0)
-        place = (position // BLOCK_SIZE * N_HEADS + head64) * BLOCK_SIZE + position % BLOCK_SIZE
+        place = _place(position, head64, N_HEADS, BLOCK_SIZE)
         if RESIDUAL_BLOCK > 0:
             slot = tl.load(slots_ptr + place, mask=kept, other=NO_SLOT_).to(tl.int32)
         if STATIC:
             steps_low, steps_high = low * inverse_low, high * inverse_high
             moved_low, moved_high = _limited(steps_low) + ROUNDER, _limited(steps_high) + ROUNDER
         else:
-            # Maxima pass NaN by, those of bits do not: a NaN's are above an infinity's.
-            sizes = tl.maximum(_size_bits(low), _size_bits(high))
-            absmax = tl.max(sizes, 1).to(tl.float32, bitcast=True)
+            absmax = tl.reduce(_larger_size(low, high), 1, _larger)
             spoilt = absmax * 0.0  # what is not a number is not read back as one
             absmax = tl.where(absmax < 7.888609052210118e-31, 0.0, absmax)  # 2^-100
             scale = absmax * 0.007874015748031496 + spoilt  # 1 / 127
@@ -256,8 +255,10 @@ def _append_head(
                 whole = _square_sum(low, high)
             else:
                 lost, whole = _square_sum(rest_low, rest_high), _square_sum(steps_low, steps_high)
-            share = tl.where(whole > 0, tl.div_rn(lost, tl.where(whole > 0, whole, 1.0)), 0.0)
-            outlier = kept & (tl.sqrt(share) > tau)
+            # sqrt(lost / whole) > tau, 0 > tau for a token of zeros, without quotient and root.
+            is_some = whole > 0
+            lost, whole = tl.where(is_some, lost, -tau), tl.where(is_some, whole, 0.0)
+            outlier = kept & (lost > most * whole)
             if tl.sum((outlier | (kept & (slot != NO_SLOT_))).to(tl.int32)) > 0:
                 # fmt: off
                 slot = _slots_of(
@@ -298,11 +299,11 @@ def _slots_of(
             tl.store(free_count_ptr + head, tl.maximum(free - count, 0))
             tl.store(dropped_ptr + head, tl.load(dropped_ptr + head) + missing)
         else:
-            free = tl.maximum(tl.atomic_add(free_count_ptr + head, -count), 0)
+            free = tl.maximum(tl.atomic_add(free_count_ptr + head, -count, sem="relaxed"), 0)
             missing = tl.maximum(count - free, 0)
             if missing > 0:
-                tl.atomic_add(free_count_ptr + head, missing)
-                tl.atomic_add(dropped_ptr + head, missing)
+                tl.atomic_add(free_count_ptr + head, missing, sem="relaxed")
+                tl.atomic_add(dropped_ptr + head, missing, sem="relaxed")
         top = free - _running_sum(wanted, BLOCK_T)
         takes = (wanted > 0) & (top >= 0)
         stack = free_slots_ptr + tl.cast(head, tl.int64) * n_slots
@@ -370,9 +371,32 @@ def _limited(steps):
 
 
 @triton.jit
-def _size_bits(x):
-    """The bits of |x|, as whole numbers: in the order of |x|."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def _larger(a, b):
+    """The larger one; NaN where one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _larger_size(a, b):
+    return _larger(tl.abs(a), tl.abs(b))
+
+
+@triton.jit
+def _fp32(x):
+    """x as fp32; of bf16 by its bits, one instruction a number where a conversion takes two."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _place(position, head, N_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where a position >= 0 and head are in [num_blocks, num_kv_heads, block_size]."""
+    if BLOCK_SIZE & (BLOCK_SIZE - 1) == 0:
+        inside = position & (BLOCK_SIZE - 1)
+    else:
+        inside = position % BLOCK_SIZE
+    return (position - inside) * N_HEADS + inside + head * BLOCK_SIZE
 
 
 @triton.jit
