@@ -1013,6 +1013,13 @@ def _default_config(problem: Problem, dev: Device) -> Config:
         legal = rows.why_illegal(config, problem, dev) is None
         if legal and rows.is_default(problem, config, dev):
             return config
+    if (
+        problem["path"] == "int8"
+        and problem["m"] in masked_gemm_stream.DEFAULT_ROWS
+        and masked_gemm_stream.why_unfit(problem, dev) is None
+        and (config := masked_gemm_stream.default_config(problem, dev)) is not None
+    ):
+        return config
     if problem["m"] > 8 or masked_gemm_few.why_unfit(problem, dev):
         return _portable_config(problem, dev)
     return masked_gemm_few.default_config(problem, dev)
