@@ -561,8 +561,8 @@ def _moe_gemm_hopper_kernel(
     TAIL: gl.constexpr, STAGES: gl.constexpr, E: gl.constexpr, PDL: gl.constexpr,
 ):
     if PDL:
-        _wait_for_earlier_kernels()
         _let_next_kernel_start()
+        _wait_for_earlier_kernels()
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     bits: gl.constexpr = dtype.primitive_bitwidth
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(

@@ -136,8 +136,8 @@ def _append_quantized_kv_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        _wait_for_earlier_kernels()
         _let_next_kernel_start()
+        _wait_for_earlier_kernels()
     # A program stays with one head. Those of K come first: other code runs for V.
     head, first = tl.program_id(0) % N_HEADS, tl.program_id(0) // N_HEADS
     step = tl.num_programs(0) // (2 * N_HEADS)  # programs of a head

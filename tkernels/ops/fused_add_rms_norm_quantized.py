@@ -95,8 +95,8 @@ def _fused_add_rms_norm_quantized_kernel(
     BLOCK_N: tl.constexpr,
 ):
     if PDL:
-        _wait_for_earlier_kernels()
         _let_next_kernel_start()
+        _wait_for_earlier_kernels()
     # fmt: off
     if ONE_TILE:
         _fused_add_rms_norm_quantized_tile(

@@ -265,8 +265,8 @@ def _masked_gemm_kernel(
     SPLIT_K: tl.constexpr,
 ):
     if PDL:
-        _wait_for_earlier_kernels()
         _let_next_kernel_start()
+        _wait_for_earlier_kernels()
     if ONE_TILE:
         _masked_gemm_tile(
             tl.program_id(0), w_ptr, xq_ptr, hw_ptr, x_ptr, ws_ptr, xs_ptr, bias_ptr, mask_ptr,
@@ -388,8 +388,8 @@ def _add_parts_kernel(
 ):
     """Results of what the programs of a tile left, added in order. A program has PIECE of a row."""
     if PDL:
-        _wait_for_earlier_kernels()
         _let_next_kernel_start()
+        _wait_for_earlier_kernels()
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         row = tile // n_pieces
         cols = tile % n_pieces * PIECE + tl.arange(0, PIECE)

@@ -97,8 +97,8 @@ def _moe_combine_kernel(
     PDL: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
     if PDL:
-        _wait_for_earlier_kernels()
         _let_next_kernel_start()
+        _wait_for_earlier_kernels()
     if ONE_TILE:
         _moe_combine_tile(
             tl.program_id(0), y_ptr, positions_ptr, out_ptr, stride_y, stride_p, stride_o, n_rows,

@@ -163,8 +163,8 @@ def _moe_dispatch_kernel(
 ):
     """All in one launch. Queries: the n assignments, then the offsets of 0..N_LOCAL."""
     if PDL:
-        _wait_for_earlier_kernels()
         _let_next_kernel_start()
+        _wait_for_earlier_kernels()
     if N_TICKETS > 0:
         _set_tickets(tickets_ptr, N_TICKETS)
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
@@ -193,7 +193,7 @@ def _count_kernel(
     BLOCK_Q: tl.constexpr,
 ):
     """counts[block, e] for e of 0..N_LOCAL - 1."""
-    if PDL:
+    if PDL:  # in this order: the next kernel reads ids before it waits
         _wait_for_earlier_kernels()
         _let_next_kernel_start()
     if N_TICKETS > 0:
@@ -230,6 +230,8 @@ def _place_kernel(
     BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):
     """Rows of one block after the other; as if they were those of one more, the offsets."""
+    if PDL:
+        _let_next_kernel_start()
     for block in range(tl.program_id(0), n_blocks + 1, tl.num_programs(0)):
         first = block * BLOCK_N
         lane = tl.arange(0, BLOCK_N)
@@ -241,7 +243,6 @@ def _place_kernel(
         place = tl.sum((key[:, None] < key[None, :]).to(tl.int32), 0)
         if PDL:  # The kernel that counts has waited for earlier ones: ids were there before it was.
             _wait_for_earlier_kernels()
-            _let_next_kernel_start()
         local = tl.where(mine < N_LOCAL, mine, -1)
         n_before = 0
         n_here = 0

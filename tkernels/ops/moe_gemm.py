@@ -246,8 +246,8 @@ def _moe_gemm_kernel(
     HIGH_K: tl.constexpr,  # numbers of x that are as many bytes as BLOCK_K codes
 ):
     if PDL:
-        _wait_for_earlier_kernels()
         _let_next_kernel_start()
+        _wait_for_earlier_kernels()
     if ASCEND:
         # Walked by scalars: a prefix sum would need a vector of all experts at once. ``before``:
         # tiles of the experts so far, of which each program has every so manieth.

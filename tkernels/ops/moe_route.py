@@ -225,8 +225,8 @@ def _moe_route_kernel(
     PDL: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
     if PDL:
-        _wait_for_earlier_kernels()
         _let_next_kernel_start()
+        _wait_for_earlier_kernels()
     if ONE_TILE:
         _moe_route_tile(
             tl.program_id(0), logits_ptr, bias_ptr, weights_ptr, ids_ptr, stride_l, stride_w,

@@ -75,8 +75,8 @@ def _quantize_per_token_kernel(
     BLOCK_N: tl.constexpr,
 ):
     if PDL:
-        _wait_for_earlier_kernels()
         _let_next_kernel_start()
+        _wait_for_earlier_kernels()
     # fmt: off
     if ONE_TILE:
         _quantize_tile(

@@ -77,8 +77,8 @@ def _silu_and_mul_quantized_kernel(
     BLOCK_N: tl.constexpr,
 ):
     if PDL:
-        _wait_for_earlier_kernels()
         _let_next_kernel_start()
+        _wait_for_earlier_kernels()
     # fmt: off
     if ONE_TILE:
         _silu_and_mul_quantized_tile(

@@ -329,8 +329,8 @@ def _w4a16_gemm_kernel(
     SLICES: tl.constexpr, STAGES: tl.constexpr,
 ):
     if PDL:
-        _wait_for_earlier_kernels()
         _let_next_kernel_start()
+        _wait_for_earlier_kernels()
     if ONE_TILE:
         _w4a16_gemm_tile(
             tl.program_id(0), x_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, out_ptr, part_ptr, stride_x,
@@ -468,8 +468,8 @@ def _add_kernel(
 ):
     """Results of what the programs of a tile left, added in order. A program has PIECE of a row."""
     if PDL:
-        _wait_for_earlier_kernels()
         _let_next_kernel_start()
+        _wait_for_earlier_kernels()
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         row = (tile // n_pieces).to(tl.int64)
         cols = tile % n_pieces * PIECE + tl.arange(0, PIECE)
