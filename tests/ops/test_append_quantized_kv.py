@@ -127,6 +127,7 @@ def test_a_long_life_equals_the_reference(seed: int, dev: torch.device) -> None:
         blocks = torch.randint(-1, 4, (2,), generator=generator)
         # A program takes all tokens of a head here, so that both drop the same ones.
         config = {"BLOCK_T": 4, "programs_per_core": 0, "PDL": False, "num_warps": 1}
+        config |= {"STAGES": 1, "BY_TOKEN": seed % 2 == 1}
         append(x.to(dev), mine, places.to(dev), config=config)
         append_quantized_ref(x.to(dev), theirs, places.to(dev))
         if step % 3 == 2:
@@ -190,10 +191,17 @@ def cache_for(x: torch.Tensor, mode: str, most: int, slots: int) -> QuantizedKV:
 
 
 @pytest.mark.parametrize(
-    ("mode", "compiled"),
-    [*((mode, False) for mode in MODES[1:]), ("int8", True), ("int8_static_fp4", True)],
+    ("mode", "compiled", "by_token"),
+    [
+        *((mode, False, False) for mode in MODES[1:]),
+        *((mode, False, True) for mode in ("int8_fp4", "int8_static_fp4")),
+        ("int8", True, False),
+        ("int8_static_fp4", True, False),
+    ],
 )
-def test_k_and_v_have_caches_of_their_own(mode: str, compiled: bool, dev: torch.device) -> None:
+def test_k_and_v_have_caches_of_their_own(
+    mode: str, compiled: bool, by_token: bool, dev: torch.device
+) -> None:
     """All that a cache has equals the reference's, which appends one after the other."""
     k, v = outliers(dev, 7, seed=1), outliers(dev, 14, seed=2).flip(-1)[::2]
     k[::2, 0, 5], v[1::3, :, -6] = 3.0, 1.0
@@ -207,6 +215,7 @@ def test_k_and_v_have_caches_of_their_own(mode: str, compiled: bool, dev: torch.
     def call(k_cache: QuantizedKV, v_cache: QuantizedKV) -> None:
         # One tile, so that slots are taken in the order of tokens on any device.
         config = {"BLOCK_T": 8, "programs_per_core": 0, "PDL": False, "num_warps": 1}
+        config |= {"STAGES": 1, "BY_TOKEN": by_token}
         more: Any = {} if compiled else {"config": config}
         tkernels.append_quantized_kv(k, v, k_cache, v_cache, places, **more)
 

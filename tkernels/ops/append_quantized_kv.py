@@ -133,6 +133,8 @@ def _append_quantized_kv_kernel(
     ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
     BLOCK_H: tl.constexpr,  # half a head's channels, as a power of two
     BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr,  # tiles that are on their way to a program, by copies ahead; 1: no copies
+    BY_TOKEN: tl.constexpr,  # residuals are made of one token at a time, which is read again
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -148,14 +150,16 @@ def _append_quantized_kv_kernel(
             k_residual_ptr, k_residual_scale_ptr, k_free_slots_ptr, k_free_count_ptr, k_dropped_ptr,
             k_tau_ptr, slot_mapping_ptr, stride_kt, stride_kh, n_tokens, n_positions, n_slots,
             BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC, RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE,
-            ORDERED, CLAMPED, ONE_TILE, BLOCK_H, BLOCK_T)
+            ORDERED, CLAMPED, ONE_TILE, BLOCK_H, BLOCK_T, STAGES,
+            BY_TOKEN)
     else:
         _append_head(
             head, first - step, n_tiles, step, v_ptr, v_codes_ptr, v_scale_ptr, v_slots_ptr,
             v_residual_ptr, v_residual_scale_ptr, v_free_slots_ptr, v_free_count_ptr, v_dropped_ptr,
             v_tau_ptr, slot_mapping_ptr, stride_vt, stride_vh, n_tokens, n_positions, n_slots,
             BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC, RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE,
-            ORDERED, CLAMPED, ONE_TILE, BLOCK_H, BLOCK_T)
+            ORDERED, CLAMPED, ONE_TILE, BLOCK_H, BLOCK_T, STAGES,
+            BY_TOKEN)
     # fmt: on
 
 
@@ -193,12 +197,15 @@ def _append_head(
     ONE_TILE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
 ):
     """Tiles ``first``, ``first + step`` .. of the tokens of one head of K, or of V."""
     if ONE_TILE:
         n_tiles, step = first + 1, 1
     half: tl.constexpr = (HEAD_DIM + 1) // 2
     head64 = tl.cast(head, tl.int64)
+    x_ptr += head64 * stride_xh
     # Channel j and j + half share a byte of the residual, so the halves stay apart.
     column = tl.arange(0, BLOCK_H)[None, :]
     in_low, in_high = column < half, column + half < HEAD_DIM
@@ -214,65 +221,97 @@ def _append_head(
     if RESIDUAL_BLOCK > 0:
         tau = tl.load(tau_ptr + head)
         most = tl.where(tau < 0, -1.0, tau * tau)
-    for tile in range(first, n_tiles, step):
-        tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
-        there = tokens < n_tokens
-        position = tl.load(slot_mapping_ptr + tokens, mask=there, other=-1).to(tl.int64)
-
+    for tile in tl.range(first, n_tiles, step, num_stages=STAGES):
         # Read before the places are known to be some, so that the loads do not wait for each other.
-        if CLAMPED:
-            tokens = tl.minimum(tokens, n_tokens - 1)
-        rows = x_ptr + tokens.to(tl.int64)[:, None] * stride_xt + head64 * stride_xh
-        low = _fp32(tl.load(rows + low_column, mask=there[:, None] & in_low, other=0.0))
-        high = _fp32(tl.load(rows + high_column, mask=there[:, None] & in_high, other=0.0))
-
+        # fmt: off
+        position, low, high = _read(
+            tile, x_ptr, slot_mapping_ptr, stride_xt, n_tokens, low_column, high_column, in_low,
+            in_high, CLAMPED, BLOCK_T)
+        # fmt: on
         kept = (position >= 0) & (position < n_positions)
         position = tl.where(kept, position, 0)
         place = _place(position, head64, N_HEADS, BLOCK_SIZE)
         if RESIDUAL_BLOCK > 0:
             slot = tl.load(slots_ptr + place, mask=kept, other=NO_SLOT_).to(tl.int32)
-        if STATIC:
-            steps_low, steps_high = low * inverse_low, high * inverse_high
-            moved_low, moved_high = _limited(steps_low) + ROUNDER, _limited(steps_high) + ROUNDER
-        else:
-            absmax = tl.reduce(_larger_size(low, high), 1, _larger)
-            spoilt = absmax * 0.0  # what is not a number is not read back as one
-            absmax = tl.where(absmax < 7.888609052210118e-31, 0.0, absmax)  # 2^-100
-            scale = absmax * 0.007874015748031496 + spoilt  # 1 / 127
-            divisor = tl.where(absmax > 0, absmax, 1.0)
-            inverse = tl.where(absmax > 0, tl.div_rn(127.0, divisor), 0.0)
-            steps_low, steps_high = low * inverse[:, None], high * inverse[:, None]
-            moved_low, moved_high = steps_low + ROUNDER, steps_high + ROUNDER  # within 127 as it is
+        x_low, x_high = _fp32(low), _fp32(high)
+        if not STATIC:
+            scale, inverse_low = _token_scale(x_low, x_high)
+            inverse_high = inverse_low
         cells = codes_ptr + (position * N_HEADS + head64)[:, None] * HEAD_DIM + column
+        # One half after the other, so that fewer numbers wait in registers.
+        steps_low, moved_low = _rounded(x_low, inverse_low, STATIC)
         tl.store(cells, _low_byte(moved_low), mask=kept[:, None] & in_low)
+        if RESIDUAL_BLOCK > 0:
+            rest_low = steps_low - (moved_low - ROUNDER)
+            lost_low, whole_low = rest_low, steps_low
+            if STATIC:
+                lost_low, whole_low = rest_low * scale_low, x_low
+            lost_low, whole_low = lost_low * lost_low, whole_low * whole_low
+        steps_high, moved_high = _rounded(x_high, inverse_high, STATIC)
         tl.store(cells + half, _low_byte(moved_high), mask=kept[:, None] & in_high)
 
         if RESIDUAL_BLOCK > 0:
-            rest_low = steps_low - (moved_low - ROUNDER)
             rest_high = steps_high - (moved_high - ROUNDER)
+            lost_high, whole_high = rest_high, steps_high
             if STATIC:
-                lost = _square_sum(rest_low * scale_low, rest_high * scale_high)
-                whole = _square_sum(low, high)
-            else:
-                lost, whole = _square_sum(rest_low, rest_high), _square_sum(steps_low, steps_high)
+                lost_high, whole_high = rest_high * scale_high, x_high
+            lost = tl.sum(tl.fma(lost_high, lost_high, lost_low), 1)
+            whole = tl.sum(tl.fma(whole_high, whole_high, whole_low), 1)
             # sqrt(lost / whole) > tau, 0 > tau for a token of zeros, without quotient and root.
             is_some = whole > 0
             lost, whole = tl.where(is_some, lost, -tau), tl.where(is_some, whole, 0.0)
             outlier = kept & (lost > most * whole)
-            if tl.sum((outlier | (kept & (slot != NO_SLOT_))).to(tl.int32)) > 0:
+            bit = 1
+            if BY_TOKEN:
+                bit = 1 << tl.arange(0, BLOCK_T)
+            found = tl.sum(tl.where(outlier | (kept & (slot != NO_SLOT_)), bit, 0))
+            if found != 0:
                 # fmt: off
                 slot = _slots_of(
                     outlier, slot, place, head, slots_ptr, free_slots_ptr, free_count_ptr,
                     dropped_ptr, n_slots, ORDERED, BLOCK_T)
-                _store_rest(
-                    rest_low, rest_high, slot, kept & (slot != NO_SLOT_), head, residual_ptr,
-                    residual_scale_ptr, n_slots, HEAD_DIM, RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE,
-                    BLOCK_H, BLOCK_T)
+                if BY_TOKEN:
+                    _store_rests_by_token(
+                        tile * BLOCK_T, found, head, x_ptr, scale_ptr, slots_ptr, residual_ptr,
+                        residual_scale_ptr, slot_mapping_ptr, stride_xt, n_tokens, n_slots,
+                        BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC, RESIDUAL_BLOCK, MANTISSA,
+                        LARGEST_CODE, BLOCK_H, BLOCK_T)
+                else:
+                    _store_rest(
+                        rest_low, rest_high, slot, kept & (slot != NO_SLOT_), head, residual_ptr,
+                        residual_scale_ptr, n_slots, HEAD_DIM, RESIDUAL_BLOCK, MANTISSA,
+                        LARGEST_CODE, BLOCK_H, BLOCK_T)
                 # fmt: on
         if not STATIC:
             if RESIDUAL_BLOCK > 0:
                 scale = tl.where(slot != NO_SLOT_, -scale, scale)
             tl.store(scale_ptr + place, scale, mask=kept)
+
+
+@triton.jit
+def _read(
+    tile,
+    x_ptr,
+    slot_mapping_ptr,
+    stride_xt,
+    n_tokens,
+    low_column,
+    high_column,
+    in_low,
+    in_high,
+    CLAMPED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """(positions [BLOCK_T], both halves [BLOCK_T, BLOCK_H] of a head) of a tile of tokens."""
+    tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    there = tokens < n_tokens
+    position = tl.load(slot_mapping_ptr + tokens, mask=there, other=-1).to(tl.int64)
+    if CLAMPED:
+        tokens = tl.minimum(tokens, n_tokens - 1)
+    rows = x_ptr + tokens.to(tl.int64)[:, None] * stride_xt
+    low = tl.load(rows + low_column, mask=there[:, None] & in_low, other=0.0)
+    high = tl.load(rows + high_column, mask=there[:, None] & in_high, other=0.0)
+    return position, low, high
 
 
 @triton.jit
@@ -352,10 +391,82 @@ def _store_rest(
     tl.store(exponents + blocks, exponent_high.to(tl.uint8), mask=inside)
 
 
+@triton.jit
+def _store_rests_by_token(
+    first,
+    found,
+    head,
+    x_ptr,
+    scale_ptr,
+    slots_ptr,
+    residual_ptr,
+    residual_scale_ptr,
+    slot_mapping_ptr,
+    stride_xt,
+    n_tokens,
+    n_slots,
+    BLOCK_SIZE: tl.constexpr,
+    N_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    STATIC: tl.constexpr,
+    RESIDUAL_BLOCK: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Rests of the tokens from ``first`` on that have a bit of ``found``, where they have a slot.
+
+    Numbers and slots are read again: a whole tile's would take the registers of a second program.
+    """
+    half: tl.constexpr = HEAD_DIM // 2
+    low = tl.arange(0, BLOCK_H)[None, :]
+    high = low + half
+    inside = low < half
+    tl.debug_barrier()  # other threads have written the slots
+    for i in range(BLOCK_T):
+        if (found >> i) & 1:
+            # fmt: off
+            position, x_low, x_high = _read(
+                first + i, x_ptr, slot_mapping_ptr, stride_xt, n_tokens, low, high, inside, inside,
+                False, 1)
+            # fmt: on
+            place = _place(position, tl.cast(head, tl.int64), N_HEADS, BLOCK_SIZE)
+            slot = tl.load(slots_ptr + place).to(tl.int32)
+            x_low, x_high = _fp32(x_low), _fp32(x_high)
+            if STATIC:
+                channels = scale_ptr + tl.cast(head, tl.int64) * HEAD_DIM
+                inverse_low = _inverse(tl.load(channels + low, mask=inside, other=0.0))
+                inverse_high = _inverse(tl.load(channels + high, mask=inside, other=0.0))
+            else:
+                _, inverse_low = _token_scale(x_low, x_high)
+                inverse_high = inverse_low
+            steps_low, moved_low = _rounded(x_low, inverse_low, STATIC)
+            steps_high, moved_high = _rounded(x_high, inverse_high, STATIC)
+            # fmt: off
+            _store_rest(
+                steps_low - (moved_low - ROUNDER), steps_high - (moved_high - ROUNDER), slot,
+                slot != NO_SLOT_, head, residual_ptr, residual_scale_ptr, n_slots, HEAD_DIM,
+                RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE, BLOCK_H, 1)
+            # fmt: on
+
+
 NO_SLOT_ = tl.constexpr(NO_SLOT)
 # 1.5 * 2^23, whose last bit is 1: a sum with it is rounded to the nearest whole number, half to
 # even, and its low byte is that number.
 ROUNDER = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def _token_scale(low, high):
+    """(scale [BLOCK_T], its inverse [BLOCK_T, 1]) of tokens from both halves of their numbers."""
+    absmax = tl.reduce(_larger_size(low, high), 1, _larger)
+    spoilt = absmax * 0.0  # what is not a number is not read back as one
+    absmax = tl.where(absmax < 7.888609052210118e-31, 0.0, absmax)  # 2^-100
+    scale = absmax * 0.007874015748031496 + spoilt  # 1 / 127
+    divisor = tl.where(absmax > 0, absmax, 1.0)
+    inverse = tl.where(absmax > 0, tl.div_rn(127.0, divisor), 0.0)
+    return scale, inverse[:, None]
 
 
 @triton.jit
@@ -366,8 +477,12 @@ def _inverse(scale):
 
 
 @triton.jit
-def _limited(steps):
-    return tl.minimum(tl.maximum(steps, -127.0), 127.0)
+def _rounded(x, inverse, LIMITED: tl.constexpr):
+    """(x in steps, the same beside ``ROUNDER``: that rounded); ``LIMITED``: may be beyond 127."""
+    steps = x * inverse
+    if LIMITED:
+        return steps, tl.minimum(tl.maximum(steps, -127.0), 127.0) + ROUNDER
+    return steps, steps + ROUNDER
 
 
 @triton.jit
@@ -409,11 +524,6 @@ def _running_sum(x, SIZE: tl.constexpr):
     """tl.cumsum of few numbers, by comparing places: what Ascend makes of cumsum is not run."""
     place = tl.arange(0, SIZE)
     return tl.sum(tl.where(place[None, :] <= place[:, None], x[None, :], 0), 1)
-
-
-@triton.jit
-def _square_sum(low, high):
-    return tl.sum(tl.fma(low, low, high * high), 1)
 
 
 @triton.jit
@@ -524,7 +634,7 @@ def _plan(*given: Any, config: Config | None) -> Any:
         return None
     values = (n_tokens, n_heads, head_dim, block_size, k.dtype, static, residual_block)
     cfg, max_programs = resolve(SPEC, values, config)
-    cfg = {"PDL": False, **cfg}
+    cfg = {"PDL": False, "STAGES": 1, "BY_TOKEN": False, **cfg}
     n_tiles = cdiv(n_tokens, cfg["BLOCK_T"])
     # Ascend cannot address by what an atomic operation returns.
     ordered = residual_block > 0 and not current().registers
@@ -542,6 +652,8 @@ def _plan(*given: Any, config: Config | None) -> Any:
         "ONE_TILE": of_a_head == n_tiles,
         "BLOCK_H": _block_h(head_dim, residual_block),
     }
+    if of_a_head == n_tiles:  # nothing to copy ahead
+        cfg["STAGES"] = 1
     # Each step as the reference rounds it: a rest that is not exact has other 4-bit codes.
     launch = bind(
         _append_quantized_kv_kernel,
@@ -582,7 +694,9 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         return {**space, "programs_per_core": [1]}
     return {
         **space,
-        "programs_per_core": [0, 4, 8, 16, 32],
+        "programs_per_core": [0, 4, 6, 8, 12, 16, 24, 32],
+        "STAGES": [1, 2, 3],
+        "BY_TOKEN": [False, True],
         "PDL": [False, True] if _has_pdl(dev) else [False],
         "num_warps": [1, 2, 4, 8],
     }
@@ -592,11 +706,12 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     elements = 2 * _block_h(problem["head_dim"], problem["residual_block"])
     if not dev.registers:  # a vector unit: no threads
         return {"BLOCK_T": max(1, min(8, 2048 // elements)), "programs_per_core": 1}
+    more = {"STAGES": 1, "BY_TOKEN": False, "PDL": _has_pdl(dev)}
     # A token of 128 channels a warp while that does not fill the chip. Then as an H100 liked them:
     # (channels a tile, warps, programs a core).
     if 2 * problem["n_tokens"] * problem["num_kv_heads"] < 64 * dev.num_cores:
         warps = max(1, min(8, elements // 512))
-        return {"BLOCK_T": 1, "num_warps": warps, "programs_per_core": 0, "PDL": _has_pdl(dev)}
+        return {"BLOCK_T": 1, "num_warps": warps, "programs_per_core": 0, **more}
     tile, warps, per_core = 2048, 2, 0
     if problem["static"]:  # several tiles a program, which divides by a channel's scale once
         tile, warps, per_core = 1024, 2, 16
@@ -604,8 +719,7 @@ def _default_config(problem: Problem, dev: Device) -> Config:
         tile, warps, per_core = 1024, 1, 0
     block_t = max(1, min(64, tile // elements))
     warps = max(warps, min(8, block_t * elements // 1024))
-    pdl = _has_pdl(dev)
-    return {"BLOCK_T": block_t, "num_warps": warps, "programs_per_core": per_core, "PDL": pdl}
+    return {"BLOCK_T": block_t, "num_warps": warps, "programs_per_core": per_core, **more}
 
 
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
@@ -618,6 +732,11 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         if elements * 40 > dev.local_mem_bytes:  # ten arrays of fp32
             return f"{elements * 40} bytes are in use at once, UB has {dev.local_mem_bytes}"
         return None
+    if config.get("BY_TOKEN") and config["BLOCK_T"] > 32:
+        return f"BLOCK_T={config['BLOCK_T']} tokens have no bits in 32"
+    staged = elements * problem["dtype"].itemsize * config.get("STAGES", 1)
+    if config.get("STAGES", 1) > 1 and staged > dev.local_mem_bytes // 2:
+        return f"{staged} bytes on their way leave no room for a second program"
     a_thread = elements // (32 * config["num_warps"])
     return f"{a_thread} channels a thread would not fit its registers" if a_thread > 32 else None
 
