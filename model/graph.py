@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 import tkernels
@@ -40,17 +39,17 @@ from model.fallback import Watch
 from model.kv_cache import AttnMetadata, KVCache
 from model.qwen3 import Model, forward
 from model.sampler import SamplingRows, sample_rows
+from model.staging import ALIGNMENT, Array, Field, Layout, Staging, bytes_of
 from tkernels import check, device
 
-Array = npt.NDArray[Any]
 _T = TypeVar("_T")
 
 # How tokens are chosen: the likeliest; drawn; drawn of what top-k, top-p and min-p leave. Each
 # serves what those before it do. "logits": not at all, the caller gets the logits.
 KINDS = ("greedy", "drawn", "narrowed", "logits")
 
-# Inputs of a step: dtype of each and what padding has in it.
-_FIELDS: dict[str, tuple[torch.dtype, int]] = {
+# Inputs of a step, a row a sequence: dtype of each and what padding has in it.
+_FIELDS: dict[str, tuple[torch.dtype, int | None]] = {
     "input_ids": (torch.int64, 0),
     "places": (torch.int64, 0),  # in ``DecodeGraphs._words``, of each row's input id
     "positions": (torch.int64, 0),
@@ -62,10 +61,9 @@ _FIELDS: dict[str, tuple[torch.dtype, int]] = {
     "min_p": (torch.float32, 0),
     "context_lens": (torch.int32, 0),
     "groups": (torch.int32, -1),
-    "block_table": (torch.int32, 0),
+    "block_table": (torch.int32, None),
 }
-_ALIGNMENT = 64  # bytes between which inputs begin; Triton wants 16
-_WORDS = _ALIGNMENT // 8  # the same in int64
+_WORDS = ALIGNMENT // 8  # in int64
 
 
 @dataclass(frozen=True)
@@ -217,16 +215,17 @@ class DecodeGraphs:
         largest, on = wanted[0], model.norm.device
         # Padding's id, which is 0; what the last step chose; the inputs, of which ids are first.
         begin = _WORDS + math.ceil(largest / _WORDS) * _WORDS
-        num_words = begin + _layout(largest, max_blocks)[1] // 8
+        layouts = {rows: _layout(rows, max_blocks) for rows in wanted}
+        num_words = begin + bytes_of(layouts) // 8
         self._words = torch.zeros(num_words, dtype=torch.int64, device=on)
         self._ids = self._words[_WORDS : _WORDS + largest]
-        self._flat = self._words[begin:].view(torch.uint8)
+        self._staging = Staging(layouts, self._words[begin:].view(torch.uint8))
+        # Ids of the two newest steps, on the host.
+        self._chosen = [device.pinned(largest * 8).view(torch.int64) for _ in range(2)]
         self._row_places = begin + np.arange(largest)  # of ids that the host gives
         self._cu_seqlens_q = torch.arange(largest + 1, dtype=torch.int32, device=on)
         if "logits" in kinds:
             self.last_logits = torch.empty(largest, model.config.vocab_size, device=on)
-        self._inputs = {rows: _views(self._flat, rows, max_blocks) for rows in wanted}
-        self._sides = [_Side(wanted, max_blocks) for _ in range(2)]
         made, self.num_bytes = capture_sizes(
             wanted,
             lambda rows, pool: {kind: self._captured(rows, kind, pool) for kind in kinds},
@@ -281,19 +280,23 @@ class DecodeGraphs:
             )
         kind = self._serving("logits" if logits else "greedy" if choice is None else choice.kind)
         rows = next(size for size in self.sizes if size >= count)
-        side = self._sides[self.launched % 2]
-        side.event.synchronize()  # the step before the last has taken its inputs
+        side = self._staging.side(self.launched)
         places = np.where(input_ids < 0, _WORDS - 1 - input_ids, self._row_places[:count])
         given = {"input_ids": input_ids, "positions": positions, "slot_mapping": slot_mapping}
         given |= {"context_lens": context_lens, "block_table": block_table, "places": places}
         given |= {} if choice is None or logits else vars(choice)
         given |= {} if groups is None else {"groups": groups}
-        side.fill(rows, count, given)
-        num_bytes = _layout(rows, self.max_blocks)[1]
-        self._flat[:num_bytes].copy_(side.flat[:num_bytes], non_blocking=True)
+        if wrong := [name for name, values in given.items() if len(values) != count]:
+            raise ValueError(
+                f"graph: expected inputs of {count} sequences, as block_table has, got others in "
+                f"{', '.join(wrong)}"
+            )
+        side.fill(rows, given)
+        self._staging.copy(side, self._staging.layouts[rows].num_bytes)
         self._graphs[rows, kind].replay()
         if kind != "logits":
-            side.ids[:count].copy_(self._ids[:count], non_blocking=True)
+            chosen = self._chosen[self.launched % 2]
+            chosen[:count].copy_(self._ids[:count], non_blocking=True)
         side.event.record()
         self.launched += 1
         self._before = (count, kind)
@@ -306,9 +309,9 @@ class DecodeGraphs:
                 "graph: expected ids to be read before two more steps are launched, got "
                 f"{self.launched - step.number}"
             )
-        side = self._sides[(step.number - 1) % 2]
-        side.event.synchronize()
-        return [int(t) for t in side.ids[: step.count].tolist()]
+        before = step.number - 1
+        self._staging.side(before)  # waits
+        return [int(t) for t in self._chosen[before % 2][: step.count].tolist()]
 
     def _serving(self, kind: str) -> str:
         """The captured kind that costs least and chooses as ``kind`` does."""
@@ -318,10 +321,7 @@ class DecodeGraphs:
         return fine[0]
 
     def _captured(self, rows: int, kind: str, pool: Any) -> Any:
-        side = self._sides[0]
-        side.fill(rows, 0, {})
-        num_bytes = _layout(rows, self.max_blocks)[1]
-        self._flat[:num_bytes].copy_(side.flat[:num_bytes])
+        self._staging.pad(rows)
         # Outside first: kernels are compiled and loaded, configs looked up. It is all padding, so
         # the cache stays as it is.
         self._compute(rows, kind)
@@ -332,7 +332,7 @@ class DecodeGraphs:
 
     def _compute(self, rows: int, kind: str) -> None:
         """The step, from the buffers of inputs to ``_ids`` or ``last_logits``."""
-        at = self._inputs[rows]
+        at = self._staging.inputs[rows]
         ops = self.ops
         if self.watch is not None:  # a decode step is watched in all its rows
             ops = WatchedOps(self.watch, ops, at["groups"], at["groups"])
@@ -375,46 +375,10 @@ class DecodeGraphs:
         sample_rows(logits.float(), sampling, out=self._ids[:rows])
 
 
-class _Side:
-    """Staging of one step on the host; two take turns, so that one is filled while one is read."""
-
-    def __init__(self, sizes: Sequence[int], max_blocks: int) -> None:
-        largest = max(sizes)
-        self.flat = device.pinned(_layout(largest, max_blocks)[1]).zero_()
-        self.ids = device.pinned(largest * 8).view(torch.int64)
-        self.event = device.event()
-        self._arrays = {
-            rows: {name: t.numpy() for name, t in _views(self.flat, rows, max_blocks).items()}
-            for rows in sizes
+def _layout(rows: int, max_blocks: int) -> Layout:
+    return Layout(
+        {
+            name: Field(dtype, (rows, max_blocks) if name == "block_table" else (rows,), padding)
+            for name, (dtype, padding) in _FIELDS.items()
         }
-
-    def fill(self, rows: int, count: int, given: dict[str, Array]) -> None:
-        """Inputs of ``count`` sequences, and padding up to ``rows``."""
-        for name, array in self._arrays[rows].items():
-            values, padding = given.get(name), _FIELDS[name][1]
-            if name == "block_table":
-                if values is not None:
-                    array[:count, : values.shape[1]] = values
-                continue
-            array[:count] = padding if values is None else values
-            array[count:] = padding
-
-
-def _layout(rows: int, max_blocks: int) -> tuple[dict[str, int], int]:
-    """Where each input begins, and bytes in all."""
-    begins, at = {}, 0
-    for name, (dtype, _) in _FIELDS.items():
-        begins[name] = at
-        num_bytes = rows * (max_blocks if name == "block_table" else 1) * dtype.itemsize
-        at += math.ceil(num_bytes / _ALIGNMENT) * _ALIGNMENT
-    return begins, at
-
-
-def _views(flat: torch.Tensor, rows: int, max_blocks: int) -> dict[str, torch.Tensor]:
-    """The inputs of a size in a buffer of bytes."""
-    views = {}
-    for name, begin in _layout(rows, max_blocks)[0].items():
-        dtype, shape = _FIELDS[name][0], (rows, max_blocks) if name == "block_table" else (rows,)
-        end = begin + math.prod(shape) * dtype.itemsize
-        views[name] = flat[begin:end].view(dtype).view(shape)
-    return views
+    )

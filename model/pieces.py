@@ -31,11 +31,12 @@ import torch
 from model.graph import capture_sizes
 from model.kv_cache import AttnMetadata, KVCache, StepArrays, apart
 from model.qwen3 import Model, OverCache, hidden_states, logits_of
+from model.staging import Field, Layout, Staging, bytes_of
 from tkernels import device
 
 # Sizes are multiples of it, so that inputs begin at addresses that divide by 64.
 _UNIT = 16
-_TOKEN_FIELDS = {"input_ids": 0, "positions": 0, "slot_mapping": -1}  # int64, what padding has
+_TOKEN_FIELDS = {"input_ids": 0, "positions": 0, "slot_mapping": -1}  # what padding has
 # Weight bytes of a layer times tokens. An H200's host took 0.34 ms to launch a layer; in that time
 # the device multiplies this much at 500 TFLOP/s, a byte a token being two operations on half a
 # weight. With more tokens launches wait for the device anyway, and padding would only cost.
@@ -116,11 +117,9 @@ class StepPieces:
         heads = (largest, config.num_heads, config.head_dim)
         self._q = torch.zeros(heads, dtype=model.norm.dtype, device=on)
         self._attended = torch.zeros_like(self._q)
-        num_words = _table_at(max_seqs) + max_seqs * max_blocks
-        num_bytes = _tokens_bytes(largest) + 4 * num_words
-        self._flat = torch.zeros(num_bytes, dtype=torch.uint8, device=on)
-        self._inputs = {size: _parts(self._flat, size) for size in wanted}
-        self._sides = [_Side(num_bytes, wanted) for _ in range(2)]
+        layouts = {size: _layout(size, max_seqs, max_blocks) for size in wanted}
+        flat = torch.zeros(bytes_of(layouts), dtype=torch.uint8, device=on)
+        self._staging = Staging(layouts, flat)
         self._made, self.num_bytes = capture_sizes(wanted, self._captured, max_bytes, "tokens")
         self.sizes = sorted(self._made)
 
@@ -152,15 +151,19 @@ class StepPieces:
 
     def _put(self, arrays: StepArrays, size: int) -> AttnMetadata:
         """Bring a step's arrays, and padding up to ``size``, to the device in one copy."""
-        side = self._sides[self.launched % 2]
-        side.event.synchronize()  # the step before the last has taken its inputs
-        num_bytes = side.fill(arrays, size)
-        self._flat[:num_bytes].copy_(side.flat[:num_bytes], non_blocking=True)
+        staging, (num_seqs, width) = self._staging, map(int, arrays.block_table.shape)
+        side = staging.side(self.launched)
+        side.fill(size, {name: getattr(arrays, name) for name in _TOKEN_FIELDS})
+        context, starts, table = _of_sequences(side.arrays[size]["words"], num_seqs, width)
+        context[:], starts[:] = arrays.context_lens, arrays.cu_seqlens_q
+        table[:] = arrays.block_table
+        num_words = _table_at(num_seqs) + num_seqs * width
+        staging.copy(side, staging.layouts[size].end_of("words", num_words))
         side.event.record()
-        tokens, words = self._inputs[size]
-        context, starts, table = _of_sequences(words, *arrays.block_table.shape)
+        at = staging.inputs[size]
+        context, starts, table = _of_sequences(at["words"], num_seqs, width)
         return AttnMetadata(
-            slot_mapping=tokens[2],
+            slot_mapping=at["slot_mapping"],
             block_table=table,
             context_lens=context,
             cu_seqlens_q=starts,
@@ -171,9 +174,7 @@ class StepPieces:
         )
 
     def _captured(self, size: int, pool: Any) -> _Pieces:
-        tokens = self._inputs[size][0]
-        for row, padding in zip(tokens, _TOKEN_FIELDS.values(), strict=True):
-            row.fill_(padding)
+        self._staging.pad(size)
         # Outside first: kernels are compiled and loaded, configs looked up. It is all padding, so
         # the cache stays as it is.
         self._hidden(size, lambda _: None)
@@ -183,13 +184,15 @@ class StepPieces:
 
     def _hidden(self, size: int, at_attention: Callable[[int], None]) -> torch.Tensor:
         """``hidden_states`` of the inputs of a size, with a call (of the layer) for attention."""
-        tokens = self._inputs[size][0]
+        at = self._staging.inputs[size]
+        meta = _metadata_of_appending(at["slot_mapping"])
         attend = _Between(
-            OverCache(self.ops, self.cache, _metadata_of_appending(tokens[2]), self._q[:size]),
+            OverCache(self.ops, self.cache, meta, self._q[:size]),
             self._attended[:size],
             at_attention,
         )
-        return hidden_states(self.model, self.ops, tokens[0], tokens[1], self.cos_sin_cache, attend)
+        ids, positions = at["input_ids"], at["positions"]
+        return hidden_states(self.model, self.ops, ids, positions, self.cos_sin_cache, attend)
 
 
 class _Between(OverCache):
@@ -233,38 +236,11 @@ class _Captures:
         return self._running.__exit__(*error)
 
 
-class _Side:
-    """Staging of one step on the host; two take turns, so that one is filled while one is read."""
-
-    def __init__(self, num_bytes: int, sizes: Iterable[int]) -> None:
-        self.flat = device.pinned(num_bytes)
-        self.event = device.event()
-        self._arrays = {
-            size: tuple(part.numpy() for part in _parts(self.flat, size)) for size in sizes
-        }
-
-    def fill(self, arrays: StepArrays, size: int) -> int:
-        """A step, and padding up to ``size`` tokens: bytes from the beginning that hold it."""
-        tokens, words = self._arrays[size]
-        count = len(arrays.input_ids)
-        for row, (name, padding) in zip(tokens, _TOKEN_FIELDS.items(), strict=True):
-            row[:count] = getattr(arrays, name)
-            row[count:] = padding
-        num_seqs, width = map(int, arrays.block_table.shape)
-        context, starts, table = _of_sequences(words, num_seqs, width)
-        context[:], starts[:] = arrays.context_lens, arrays.cu_seqlens_q
-        table[:] = arrays.block_table
-        return _tokens_bytes(size) + 4 * (_table_at(num_seqs) + num_seqs * width)
-
-
-def _tokens_bytes(size: int) -> int:
-    return len(_TOKEN_FIELDS) * size * 8
-
-
-def _parts(flat: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(int64 [3, size] of ``_TOKEN_FIELDS``, int32 words of sequences) in a buffer of bytes."""
-    end = _tokens_bytes(size)
-    return flat[:end].view(torch.int64).view(-1, size), flat[end:].view(torch.int32)
+def _layout(size: int, max_seqs: int, max_blocks: int) -> Layout:
+    """``words`` has what is known of sequences, as many and as long as those of a step are."""
+    tokens = {name: Field(torch.int64, (size,), pad) for name, pad in _TOKEN_FIELDS.items()}
+    num_words = _table_at(max_seqs) + max_seqs * max_blocks
+    return Layout({**tokens, "words": Field(torch.int32, (num_words,), None)})
 
 
 def _of_sequences(words: Any, count: int, width: int) -> Iterator[Any]:

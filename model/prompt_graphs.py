@@ -20,7 +20,6 @@ many rows are copied as there are; what others hold is not read.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +29,8 @@ import torch
 from model.graph import capture_sizes
 from model.kv_cache import AttnMetadata, KVCache, StepArrays, count_of_ones
 from model.qwen3 import Model, OverCache, hidden_states, logits_of
+from model.staging import Array, Field, Layout, Staging, bytes_of
 from tkernels import device
-
-_ALIGNMENT = 64  # bytes between which inputs begin; Triton wants 16
-Shape = tuple[int, ...]
 
 
 class PromptGraphs:
@@ -73,11 +70,9 @@ class PromptGraphs:
         self.model, self.ops, self.cache, self.cos_sin_cache = model, ops, cache, cos_sin_cache
         self.max_beside, self.max_blocks = max_beside, max_blocks
         self.launched = 0  # steps, since the start
-        layouts = {size: _Layout(size, min(max_beside, size), max_blocks) for size in wanted}
-        most = max(layout.num_bytes for layout in layouts.values())
-        self._flat = torch.zeros(most, dtype=torch.uint8, device=model.norm.device)
-        self._inputs = {size: layout.views(self._flat) for size, layout in layouts.items()}
-        self._sides = [_Side(most, layouts) for _ in range(2)]
+        layouts = {size: _layout(size, min(max_beside, size), max_blocks) for size in wanted}
+        flat = torch.zeros(bytes_of(layouts), dtype=torch.uint8, device=model.norm.device)
+        self._staging = Staging(layouts, flat)
         self._made, self.num_bytes = capture_sizes(wanted, self._captured, max_bytes, "tokens")
         self.sizes = sorted(self._made)
 
@@ -96,23 +91,21 @@ class PromptGraphs:
         """
         count, num_seqs = len(arrays.input_ids), len(arrays.context_lens)
         size = next(n for n in self.sizes if n >= count)
-        side = self._sides[self.launched % 2]
-        side.event.synchronize()  # the step before the last has taken its inputs
-        num_bytes = side.fill(arrays, size)
-        self._flat[:num_bytes].copy_(side.flat[:num_bytes], non_blocking=True)
+        side = self._staging.side(self.launched)
+        side.fill(size, _fields_of(arrays))
+        num_bytes = self._staging.layouts[size].end_of("beside_table", num_seqs - 1)
+        self._staging.copy(side, num_bytes)
         side.event.record()
         graph, hidden = self._made[size][num_seqs > 1]
         graph.replay()
         self.launched += 1
-        at = self._inputs[size]
+        at = self._staging.inputs[size]
         meta = _metadata(at["slot_mapping"], at["cu_seqlens_q"][: num_seqs + 1], size)
         return logits_of(self.model, self.ops, hidden[:count], meta, num_logits=num_logits)
 
     def _captured(self, size: int, pool: Any) -> dict[bool, tuple[Any, torch.Tensor]]:
         """Graphs of a size and where they leave ``hidden_states``: nothing, or some, decode."""
-        side = self._sides[0]
-        num_bytes = side.pad(size)
-        self._flat[:num_bytes].copy_(side.flat[:num_bytes])
+        self._staging.pad(size)
         found = {}
         for beside in (False, True)[: 1 + (self.max_beside > 0)]:
             # Outside first: kernels are compiled and loaded, configs looked up. It is all padding,
@@ -125,7 +118,7 @@ class PromptGraphs:
         return found
 
     def _hidden(self, size: int, beside: bool) -> torch.Tensor:
-        at = self._inputs[size]
+        at = self._staging.inputs[size]
         meta = _metadata(at["slot_mapping"], at["starts"], size)
         attend = _PromptBeside(self.ops, self.cache, meta, at=at, beside=beside)
         ids, positions = at["input_ids"], at["positions"]
@@ -175,75 +168,33 @@ def _metadata(slot_mapping: torch.Tensor, starts: torch.Tensor, size: int) -> At
     )
 
 
-class _Layout:
-    """Where each input of a size begins. The table of what decodes is last, row after row."""
-
-    def __init__(self, size: int, beside: int, max_blocks: int) -> None:
-        fields: dict[str, tuple[torch.dtype, Shape, int]] = {  # and what padding has
-            "input_ids": (torch.int64, (size,), 0),
-            "positions": (torch.int64, (size,), 0),
-            "slot_mapping": (torch.int64, (size,), -1),
-            "starts": (torch.int32, (2,), 0),  # of the prompt's tokens, and where they end
-            "context_len": (torch.int32, (1,), 0),  # of the prompt
-            "cu_seqlens_q": (torch.int32, (beside + 2,), 0),  # of all
-            "beside_lens": (torch.int32, (beside,), 0),
-            "table": (torch.int32, (1, max_blocks), 0),  # of the prompt
-            "beside_table": (torch.int32, (beside, max_blocks), 0),
+def _layout(size: int, beside: int, max_blocks: int) -> Layout:
+    """The table of what decodes is last, so that no more rows are copied than there are."""
+    return Layout(
+        {
+            "input_ids": Field(torch.int64, (size,)),
+            "positions": Field(torch.int64, (size,)),
+            "slot_mapping": Field(torch.int64, (size,), -1),
+            "starts": Field(torch.int32, (2,)),  # of the prompt's tokens, and where they end
+            "context_len": Field(torch.int32, (1,)),  # of the prompt
+            "cu_seqlens_q": Field(torch.int32, (beside + 2,), None),  # of all
+            "beside_lens": Field(torch.int32, (beside,)),
+            "table": Field(torch.int32, (1, max_blocks), None),  # of the prompt
+            "beside_table": Field(torch.int32, (beside, max_blocks), None),
         }
-        self.size, self._fields, self._begins, at = size, fields, {}, 0
-        for name, (dtype, shape, _) in fields.items():
-            self._begins[name] = at
-            at += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        self.num_bytes = at
-
-    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The inputs in a buffer of bytes."""
-        return {
-            name: flat[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for (name, begin), (dtype, shape, _) in zip(
-                self._begins.items(), self._fields.values(), strict=True
-            )
-        }
-
-    def padding(self, name: str) -> int:
-        return self._fields[name][2]
-
-    def bytes_of(self, beside: int) -> int:
-        """From the beginning on, that hold a step with so many sequences that decode."""
-        return self._begins["beside_table"] + 4 * beside * self._fields["table"][1][1]
+    )
 
 
-class _Side:
-    """Staging of one step on the host; two take turns, so that one is filled while one is read."""
-
-    def __init__(self, num_bytes: int, layouts: dict[int, _Layout]) -> None:
-        self.flat = device.pinned(num_bytes).zero_()
-        self.event = device.event()
-        self._layouts = layouts
-        self._arrays = {
-            size: {name: t.numpy() for name, t in layout.views(self.flat).items()}
-            for size, layout in layouts.items()
-        }
-
-    def pad(self, size: int) -> int:
-        """No token and no sequence: bytes from the beginning that hold it."""
-        layout = self._layouts[size]
-        for name, array in self._arrays[size].items():
-            array[:] = layout.padding(name)
-        return layout.num_bytes
-
-    def fill(self, arrays: StepArrays, size: int) -> int:
-        """A step, and padding up to ``size`` tokens: bytes from the beginning that hold it."""
-        layout, to = self._layouts[size], self._arrays[size]
-        count, (num_seqs, width) = len(arrays.input_ids), arrays.block_table.shape
-        ones = num_seqs - 1
-        for name in ("input_ids", "positions", "slot_mapping"):
-            to[name][:count] = getattr(arrays, name)
-            to[name][count:] = layout.padding(name)
-        to["starts"][:] = arrays.cu_seqlens_q[-2:]
-        to["context_len"][0] = arrays.context_lens[-1]
-        to["cu_seqlens_q"][: num_seqs + 1] = arrays.cu_seqlens_q
-        to["beside_lens"][:ones], to["beside_lens"][ones:] = arrays.context_lens[:-1], 0
-        to["table"][0, :width] = arrays.block_table[-1]
-        to["beside_table"][:ones, :width] = arrays.block_table[:-1]
-        return layout.bytes_of(ones)
+def _fields_of(arrays: StepArrays) -> dict[str, Array]:
+    """A step in which the last sequence is the prompt."""
+    return {
+        "input_ids": arrays.input_ids,
+        "positions": arrays.positions,
+        "slot_mapping": arrays.slot_mapping,
+        "starts": arrays.cu_seqlens_q[-2:],
+        "context_len": arrays.context_lens[-1:],
+        "cu_seqlens_q": arrays.cu_seqlens_q,
+        "beside_lens": arrays.context_lens[:-1],
+        "table": arrays.block_table[-1:],
+        "beside_table": arrays.block_table[:-1],
+    }

@@ -16,6 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
+from model.runner import Runner
+from model.staging import Side, Staging
 from tkernels import device
 
 
@@ -108,3 +110,31 @@ def stand_in() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(device, "event", Event)
         patch.setattr(device, "pinned", lambda n: torch.empty(n, dtype=torch.uint8))
         yield patch
+
+
+def spoil_inputs(staging: Staging) -> None:
+    """What a step does not write itself is no place that there is."""
+    device.synchronize()  # a side may be on its way yet
+    with torch.inference_mode():
+        for flat in (staging.flat, *(side.flat for side in staging.sides)):
+            flat.fill_(0x7F)
+
+
+def sides_filled(patch: pytest.MonkeyPatch) -> list[Side]:
+    """The sides that steps fill from now on, in order; the device is done with each by then."""
+    fill, filled = Side.fill, []
+
+    def when_free(self: Side, *args: Any) -> None:
+        assert self.event.done
+        filled.append(self)
+        fill(self, *args)
+
+    patch.setattr(Side, "fill", when_free)
+    return filled
+
+
+def written_slots(runner: Runner) -> list[int]:
+    """Slots of the first layer's keys that hold something."""
+    part = runner.cache.k[0]
+    codes = part if isinstance(part, torch.Tensor) else part.codes
+    return codes.flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist()

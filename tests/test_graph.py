@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import load_folder, make_folder, new_runner, tiny
-from graphs import Graph, Launched, stand_in
+from graphs import Graph, Launched, sides_filled, stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tkernels
 from model import calibrate_watch, cpu_ops, generate, quantize, qwen3
 from model.ahead import Ahead, choice_of, kind_of, step_inputs
 from model.fallback import Calibration
-from model.graph import KINDS, DecodeGraphs, _Side, batch_sizes, obstacle
+from model.graph import KINDS, DecodeGraphs, batch_sizes, obstacle
 from model.kv_cache import BLOCK_SIZE, SequenceState
 from model.kv_quant import choose
 from model.loop import Limits, Reply
@@ -69,8 +69,8 @@ def poison(runner: Runner, graphs: DecodeGraphs) -> None:
             part[POISON] = torch.nan
         elif part.scale is not None:
             part.scale[POISON] = torch.nan
-    for side in graphs._sides:
-        for arrays in side._arrays.values():
+    for side in graphs._staging.sides:
+        for arrays in side.arrays.values():
             arrays["block_table"][:] = POISON
 
 
@@ -221,7 +221,8 @@ def test_padding_is_filled_anew(patch: pytest.MonkeyPatch) -> None:
     for count in (4, 1):
         some, choice = sequences[:count], choice_of(SAMPLINGS["narrowed"], [7] * count)
         graphs.decode(last_ids(some), **step_inputs(runner, some), choice=choice)
-    found = {name: t[1:].tolist() for name, t in graphs._inputs[4].items() if t.dim() == 1}
+    inputs = graphs._staging.inputs[4]
+    found = {name: t[1:].tolist() for name, t in inputs.items() if t.dim() == 1}
     padding = dict.fromkeys(found, [0] * 3)
     assert found == {**padding, "slot_mapping": [-1] * 3, "groups": [-1] * 3, "top_p": [1] * 3}
 
@@ -287,14 +288,7 @@ def test_inputs_are_not_overwritten_before_they_are_taken(patch: pytest.MonkeyPa
     """Also where nobody reads ids in between."""
     runner = new_runner(tiny("qwen3").ours, OPS)
     graphs = captured(runner, (4,), kinds=("greedy",))
-    sequences, fill, filled = started(runner), _Side.fill, []
-
-    def when_taken(self: _Side, *args: Any) -> None:
-        assert self.event.done
-        filled.append(self)
-        fill(self, *args)
-
-    patch.setattr(_Side, "fill", when_taken)
+    sequences, filled = started(runner), sides_filled(patch)
     for _ in range(5):
         graphs.decode(last_ids(sequences), **step_inputs(runner, sequences))
     assert filled[:2] * 2 + filled[:1] == filled
@@ -364,6 +358,9 @@ def test_what_is_refused(patch: pytest.MonkeyPatch) -> None:
         graphs.decode(ids[:2], **two, logits=True)
     with pytest.raises(ValueError, match="expected groups with a watch and only then"):
         graphs.decode(ids[:2], **{**two, "groups": ids[:2]})
+    short = {**two, "positions": two["positions"][:1], "context_lens": three["context_lens"]}
+    with pytest.raises(ValueError, match=r"inputs of 2 .* got others in positions, context_lens"):
+        graphs.decode(ids[:2], **short)
     with pytest.raises(ValueError, match=r"expected input ids of 0 and more, .* got -1"):
         graphs.decode(-1 - ids[:2] * 0, **two)  # there was no step before
     first = graphs.decode(ids[:2], **two)

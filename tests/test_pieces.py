@@ -20,7 +20,7 @@ import test_engine as plain
 import test_graph
 import torch
 from checkpoints import load_folder, new_runner, tiny
-from graphs import Launched, stand_in
+from graphs import Launched, sides_filled, spoil_inputs, stand_in, written_slots
 
 import tkernels
 from model import kv_cache, qwen3
@@ -28,7 +28,7 @@ from model import pieces as pieces_module
 from model.engine import Engine
 from model.kv_cache import BLOCK_SIZE, SequenceState, StepArrays, step_arrays
 from model.loop import Limits
-from model.pieces import StepPieces, _Side, most_tokens, token_sizes
+from model.pieces import StepPieces, most_tokens, token_sizes
 from model.qwen3 import OverCache
 from model.runner import Runner
 from model.threads import cpu_threads
@@ -90,11 +90,9 @@ def arrays_of(
 @torch.inference_mode()
 def poison(pieces: StepPieces) -> None:
     """Whatever a step does not write itself is NaN, or no place that there is."""
-    device.synchronize()  # the host's side may be on its way yet
+    spoil_inputs(pieces._staging)
     for buffer in (pieces._q, pieces._attended):
         buffer.fill_(torch.nan)
-    for flat in (pieces._flat, *(side.flat for side in pieces._sides)):
-        flat.fill_(0x7F)
 
 
 def steps_of(make: Callable[[], Runner], *, tolerance: float) -> None:
@@ -208,12 +206,6 @@ def test_padding_writes_nothing(mode: str, patch: pytest.MonkeyPatch) -> None:
     model = tiny("qwen3-heads-of-32").ours
     runner = new_runner(model, OPS) if mode == "none" else test_graph.quantised(model, OPS, 0.0)
 
-    def written() -> list[int]:
-        """Slots of the first layer's keys that hold something."""
-        part = runner.cache.k[0]
-        codes = part if isinstance(part, torch.Tensor) else part.codes
-        return codes.flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist()
-
     def free() -> int:
         return sum(int(part.free_count.sum()) for part in runner.cache.quantized)
 
@@ -221,11 +213,11 @@ def test_padding_writes_nothing(mode: str, patch: pytest.MonkeyPatch) -> None:
         (part if isinstance(part, torch.Tensor) else part.codes).zero_()
     before = free()
     pieces = with_pieces(runner)
-    assert (written(), free()) == ([], before)
+    assert (written_slots(runner), free()) == ([], before)
     arrays = arrays_of(runner, sequences_of(), [(0, 3), (1, 2)])
     poison(pieces)
     runner.step(arrays, 2)
-    assert written() == sorted(arrays.slot_mapping.tolist())
+    assert written_slots(runner) == sorted(arrays.slot_mapping.tolist())
     heads = sum(part.free_count.numel() for part in runner.cache.quantized)
     assert before - free() == 5 * heads  # every token has a residual, padding has none
 
@@ -309,15 +301,7 @@ def test_queries_that_lie_elsewhere_are_noticed(patch: pytest.MonkeyPatch) -> No
 def test_inputs_are_not_overwritten_before_they_are_taken(patch: pytest.MonkeyPatch) -> None:
     runner = new_runner(tiny("qwen3").ours, OPS)
     with_pieces(runner, (16,))
-    fill, filled = _Side.fill, []
-
-    def when_taken(self: _Side, *args: Any) -> int:
-        assert self.event.done
-        filled.append(self)
-        return fill(self, *args)
-
-    patch.setattr(_Side, "fill", when_taken)
-    sequences = sequences_of()
+    filled, sequences = sides_filled(patch), sequences_of()
     for _ in range(4):
         runner.step(arrays_of(runner, sequences, [(0, 2)]), 1)
     assert filled[0] is not filled[1]

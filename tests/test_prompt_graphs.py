@@ -18,7 +18,7 @@ import test_graph
 import test_pieces
 import torch
 from checkpoints import load_folder, new_runner, tiny
-from graphs import stand_in
+from graphs import sides_filled, spoil_inputs, stand_in, written_slots
 from test_pieces import OPS, arrays_of, on_cpu, sequences_of
 
 import tkernels
@@ -26,7 +26,7 @@ from model import qwen3
 from model.engine import Engine
 from model.kv_cache import BLOCK_SIZE, SequenceState
 from model.loop import Limits
-from model.prompt_graphs import PromptGraphs, _Side
+from model.prompt_graphs import PromptGraphs
 from model.runner import Runner
 from model.threads import cpu_threads
 from tkernels import device
@@ -67,9 +67,7 @@ def with_graphs(runner: Runner, sizes: tuple[int, ...] = (16, 32), **more: Any) 
 @torch.inference_mode()
 def poison(prompts: PromptGraphs) -> None:
     """Whatever a step does not write itself is NaN, or no place that there is."""
-    device.synchronize()  # the host's side may be on its way yet
-    for flat in (prompts._flat, *(side.flat for side in prompts._sides)):
-        flat.fill_(0x7F)
+    spoil_inputs(prompts._staging)
     for made in prompts._made.values():
         for _, hidden in made.values():
             hidden.fill_(torch.nan)
@@ -157,20 +155,14 @@ def test_padding_writes_nothing(mode: str, patch: pytest.MonkeyPatch) -> None:
     model = tiny("qwen3-heads-of-32").ours
     runner = new_runner(model, OPS) if mode == "none" else test_graph.quantised(model, OPS, 0.0)
 
-    def written() -> list[int]:
-        """Slots of the first layer's keys that hold something."""
-        part = runner.cache.k[0]
-        codes = part if isinstance(part, torch.Tensor) else part.codes
-        return codes.flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist()
-
     for part in (*runner.cache.k, *runner.cache.v):
         (part if isinstance(part, torch.Tensor) else part.codes).zero_()
     prompts = with_graphs(runner)
-    assert written() == []
+    assert written_slots(runner) == []
     arrays = arrays_of(runner, sequences_of(), [(0, 1), (1, 4)])
     poison(prompts)
     runner.step(arrays, 2)
-    assert written() == sorted(arrays.slot_mapping.tolist())
+    assert written_slots(runner) == sorted(arrays.slot_mapping.tolist())
 
 
 @on_cpu
@@ -183,27 +175,21 @@ def test_a_step_is_one_copy_and_one_replay(patch: pytest.MonkeyPatch) -> None:
         assert texts.count("paged_attn") == len(runner.model.layers) * (1 + beside)
         graph.launches.clear()
     arrays = arrays_of(runner, sequences_of(), [(0, 1), (1, 20)])
+    copy, copied = prompts._staging.copy, []
+    patch.setattr(prompts._staging, "copy", lambda side, n: copied.append(n) or copy(side, n))
     with test_graph.Seen() as seen:
         runner.step(arrays, 2)
     assert [name.split(".")[1] for name in seen.names] == ["copy_", "sub", "index", "linear"]
     assert [graph.replays for graph, _ in prompts._made[32].values()] == [0, 1]
-    three, one = (prompts._sides[0]._layouts[32].bytes_of(rows) for rows in (3, 1))
-    assert prompts._sides[0].fill(arrays, 32) == one == three - 2 * 4 * 4  # two rows of 4 blocks
+    three, one = (prompts._staging.layouts[32].end_of("beside_table", rows) for rows in (3, 1))
+    assert copied == [one] == [three - 2 * 4 * 4]  # two rows of 4 blocks
 
 
 @on_cpu
 def test_inputs_are_not_overwritten_before_they_are_taken(patch: pytest.MonkeyPatch) -> None:
     runner = new_runner(tiny("qwen3").ours, OPS)
     with_graphs(runner, (16,))
-    fill, filled = _Side.fill, []
-
-    def when_taken(self: _Side, *args: Any) -> int:
-        assert self.event.done
-        filled.append(self)
-        return fill(self, *args)
-
-    patch.setattr(_Side, "fill", when_taken)
-    sequences = sequences_of()
+    filled, sequences = sides_filled(patch), sequences_of()
     for _ in range(4):
         runner.step(arrays_of(runner, sequences, [(0, 2)]), 1)
     assert filled[0] is not filled[1]
