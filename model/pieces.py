@@ -147,7 +147,7 @@ class StepPieces:
             graph.replay()
         self.launched += 1
         hidden = self._made[size].hidden[:count]
-        return logits_of(self.model, self.ops, hidden, meta, num_logits=num_logits)
+        return logits_of(self.model, self.ops, hidden, meta.cu_seqlens_q, num_logits=num_logits)
 
     def _put(self, arrays: StepArrays, size: int) -> AttnMetadata:
         """Bring a step's arrays, and padding up to ``size``, to the device in one copy."""

@@ -99,9 +99,8 @@ class PromptGraphs:
         graph, hidden = self._made[size][num_seqs > 1]
         graph.replay()
         self.launched += 1
-        at = self._staging.inputs[size]
-        meta = _metadata(at["slot_mapping"], at["cu_seqlens_q"][: num_seqs + 1], size)
-        return logits_of(self.model, self.ops, hidden[:count], meta, num_logits=num_logits)
+        starts = self._staging.inputs[size]["cu_seqlens_q"]  # of as many as have logits, and more
+        return logits_of(self.model, self.ops, hidden[:count], starts, num_logits=num_logits)
 
     def _captured(self, size: int, pool: Any) -> dict[bool, tuple[Any, torch.Tensor]]:
         """Graphs of a size and where they leave ``hidden_states``: nothing, or some, decode."""
@@ -155,7 +154,7 @@ class _PromptBeside(OverCache):
 
 
 def _metadata(slot_mapping: torch.Tensor, starts: torch.Tensor, size: int) -> AttnMetadata:
-    """What appending and ``logits_of`` want to know; attention has its own."""
+    """What appending wants to know; attention has its own."""
     nothing = slot_mapping[:0]
     return AttnMetadata(
         slot_mapping=slot_mapping,

@@ -259,17 +259,17 @@ def forward(
     """
     attend = OverCache(ops, cache, meta)
     x = hidden_states(model, ops, input_ids, positions, cos_sin_cache, attend)
-    return logits_of(model, ops, x, meta, num_logits=num_logits)
+    return logits_of(model, ops, x, meta.cu_seqlens_q, num_logits=num_logits)
 
 
 def logits_of(
-    model: Model, ops: Any, x: Tensor, meta: AttnMetadata, *, num_logits: int | None
+    model: Model, ops: Any, x: Tensor, cu_seqlens_q: Tensor, *, num_logits: int | None
 ) -> Tensor:
     """The logits that ``forward`` returns, of ``hidden_states`` [T, H]."""
     if num_logits == 0:
         return torch.empty((0, model.config.vocab_size), dtype=x.dtype, device=x.device)
     if num_logits is not None:
-        x = x[meta.cu_seqlens_q[1 : num_logits + 1] - 1]  # [num_logits, H]
+        x = x[cu_seqlens_q[1 : num_logits + 1] - 1]  # [num_logits, H]
     return model.lm_head(x, ops)
 
 
