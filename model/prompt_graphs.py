@@ -9,10 +9,14 @@ the most that there can be:
 
 * a step of T tokens takes the smallest size of at least T; the rest is padding, as in pieces.py.
 * sequences that decode come first, and are attended to by a launch of their own. It has rows for
-  as many as may run beside the prompt; those that do not have a context of 0 tokens, for which it
-  writes zeros. These rows are the prompt's, or padding: the prompt's are written after it.
-* the prompt's launch has one sequence, of at most as many tokens as the size. A second graph of a
-  size serves steps in which nothing decodes, and has this launch alone.
+  so many; those that are not there have a context of 0 tokens, for which it writes zeros. These
+  rows are the prompt's, or padding: the prompt's are written after it.
+* the prompt's launch has one sequence, of at most as many tokens as the size.
+* programs of rows that are not there end at once, but with 8 KV heads and long tables there are 64
+  of each. So a size has a graph for each of a few numbers of rows (``rows_beside``): 0, which has
+  the prompt's launch alone, the most that there can be, and 8 and 64 where these are a third of
+  that or less. Graphs keep what they compute, ``hidden_states`` of the size; all other memory they
+  take turns with. Four of them are few beside the size's pieces, one more than there are layers.
 
 Block tables have all columns that a sequence may ever need. Of the decoding sequences' table as
 many rows are copied as there are; what others hold is not read.
@@ -31,6 +35,19 @@ from model.kv_cache import AttnMetadata, KVCache, StepArrays, count_of_ones
 from model.qwen3 import Model, OverCache, hidden_states, logits_of
 from model.staging import Array, Field, Layout, Staging, bytes_of
 from tkernels import device
+
+_FEW_BESIDE = (8, 64)  # rows; keys of 8 and fewer are shared out, as they are tiles for few cores
+
+
+def rows_beside(most: int) -> list[int]:
+    """Numbers of decoding sequences for which a size is captured that may have up to ``most``.
+
+    >>> rows_beside(255)
+    [0, 8, 64, 255]
+    >>> rows_beside(23)
+    [0, 23]
+    """
+    return sorted({0, *(n for n in _FEW_BESIDE if 3 * n <= most), most})
 
 
 class PromptGraphs:
@@ -96,40 +113,41 @@ class PromptGraphs:
         num_bytes = self._staging.layouts[size].end_of("beside_table", num_seqs - 1)
         self._staging.copy(side, num_bytes)
         side.event.record()
-        graph, hidden = self._made[size][num_seqs > 1]
+        made = self._made[size]
+        graph, hidden = made[min(rows for rows in made if rows >= num_seqs - 1)]
         graph.replay()
         self.launched += 1
         starts = self._staging.inputs[size]["cu_seqlens_q"]  # of as many as have logits, and more
         return logits_of(self.model, self.ops, hidden[:count], starts, num_logits=num_logits)
 
-    def _captured(self, size: int, pool: Any) -> dict[bool, tuple[Any, torch.Tensor]]:
-        """Graphs of a size and where they leave ``hidden_states``: nothing, or some, decode."""
+    def _captured(self, size: int, pool: Any) -> dict[int, tuple[Any, torch.Tensor]]:
+        """Graphs of a size, by rows that decode, and where they leave ``hidden_states``."""
         self._staging.pad(size)
         found = {}
-        for beside in (False, True)[: 1 + (self.max_beside > 0)]:
+        for rows in reversed(rows_beside(min(self.max_beside, size))):
             # Outside first: kernels are compiled and loaded, configs looked up. It is all padding,
             # so the cache stays as it is.
-            self._hidden(size, beside)
+            self._hidden(size, rows)
             graph = device.new_graph()
             with device.capture(graph, pool=pool):
-                hidden = self._hidden(size, beside)
-            found[beside] = (graph, hidden)
+                hidden = self._hidden(size, rows)
+            found[rows] = (graph, hidden)
         return found
 
-    def _hidden(self, size: int, beside: bool) -> torch.Tensor:
+    def _hidden(self, size: int, rows: int) -> torch.Tensor:
         at = self._staging.inputs[size]
         meta = _metadata(at["slot_mapping"], at["starts"], size)
-        attend = _PromptBeside(self.ops, self.cache, meta, at=at, beside=beside)
+        attend = _PromptBeside(self.ops, self.cache, meta, at=at, rows=rows)
         ids, positions = at["input_ids"], at["positions"]
         return hidden_states(self.model, self.ops, ids, positions, self.cos_sin_cache, attend)
 
 
 @dataclass
 class _PromptBeside(OverCache):
-    """Attention of tokens that decode, at the front, and of a prompt's behind them."""
+    """Attention of ``rows`` tokens that decode, at the front, and of a prompt's behind them."""
 
     at: dict[str, torch.Tensor] | None = None
-    beside: bool = True
+    rows: int = 0
 
     def read(self, layer: int, q: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         assert self.at is not None
@@ -137,10 +155,9 @@ class _PromptBeside(OverCache):
         plain = isinstance(pages[0], torch.Tensor)
         attend = self.ops.paged_attn if plain else self.ops.paged_attn_quantized
         out = torch.empty_like(q) if out is None else out
-        if self.beside:
-            table, lens = at["beside_table"], at["beside_lens"]
-            ones = len(lens)
-            attend(q[:ones], *pages, table, lens, max_seqlen_q=1, out=out[:ones])
+        if rows := self.rows:
+            table, lens = at["beside_table"][:rows], at["beside_lens"][:rows]
+            attend(q[:rows], *pages, table, lens, max_seqlen_q=1, out=out[:rows])
         attended: torch.Tensor = attend(
             q,
             *pages,

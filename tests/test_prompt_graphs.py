@@ -7,6 +7,7 @@ the end capture real ones.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from model import qwen3
 from model.engine import Engine
 from model.kv_cache import BLOCK_SIZE, SequenceState
 from model.loop import Limits
-from model.prompt_graphs import PromptGraphs
+from model.prompt_graphs import PromptGraphs, rows_beside
 from model.runner import Runner
 from model.threads import cpu_threads
 from tkernels import device
@@ -172,7 +173,7 @@ def test_a_step_is_one_copy_and_one_replay(patch: pytest.MonkeyPatch) -> None:
     prompts = with_graphs(runner)
     for beside, (graph, _) in prompts._made[32].items():
         texts = " ".join(str(launch[0]) for launch in graph.launches)
-        assert texts.count("paged_attn") == len(runner.model.layers) * (1 + beside)
+        assert texts.count("paged_attn") == len(runner.model.layers) * (1 + (beside > 0))
         graph.launches.clear()
     arrays = arrays_of(runner, sequences_of(), [(0, 1), (1, 20)])
     copy, copied = prompts._staging.copy, []
@@ -180,9 +181,45 @@ def test_a_step_is_one_copy_and_one_replay(patch: pytest.MonkeyPatch) -> None:
     with test_graph.Seen() as seen:
         runner.step(arrays, 2)
     assert [name.split(".")[1] for name in seen.names] == ["copy_", "sub", "index", "linear"]
-    assert [graph.replays for graph, _ in prompts._made[32].values()] == [0, 1]
+    assert {rows: graph.replays for rows, (graph, _) in prompts._made[32].items()} == {3: 1, 0: 0}
     three, one = (prompts._staging.layouts[32].end_of("beside_table", rows) for rows in (3, 1))
     assert copied == [one] == [three - 2 * 4 * 4]  # two rows of 4 blocks
+
+
+@on_cpu
+def test_few_that_decode_are_few_rows(patch: pytest.MonkeyPatch) -> None:
+    """Each step replays the graph of its size that has as few rows as it can."""
+    patch.setattr("model.prompt_graphs._FEW_BESIDE", (1,))
+    runners = []
+
+    def make() -> Runner:
+        runners.append(new_runner(tiny("qwen3").ours, OPS))
+        return runners[-1]
+
+    steps_of(make, tolerance=2e-5)
+    prompts = runners[0].prompts
+    assert prompts is not None
+    replays = {
+        size: {rows: graph.replays for rows, (graph, _) in made.items()}
+        for size, made in prompts._made.items()
+    }
+    assert replays == {32: {3: 1, 1: 1, 0: 0}, 16: {3: 1, 1: 1, 0: 3}}
+    for size, made in prompts._made.items():
+        for rows, (graph, _) in made.items():
+            attended = [len(one[1][0]) for one in graph.launches if "paged_attn" in str(one[0])]
+            a_layer = [rows, size] if rows else [size]
+            assert attended == a_layer * len(prompts.model.layers)
+
+
+@pytest.mark.parametrize("most", [0, 1, 8, 23, 24, 63, 191, 192, 255, 1000])
+def test_rows_beside(most: int) -> None:
+    """Whoever decodes has rows; there are few numbers of them, and none is hardly any other."""
+    found = rows_beside(most)
+    assert found[0] == 0
+    assert found[-1] == most
+    assert len(found) <= 4
+    assert all(3 * a <= b for a, b in itertools.pairwise(found))
+    assert most < 24 or found[1] == 8
 
 
 @on_cpu
