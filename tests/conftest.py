@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
 import zlib
+from collections.abc import Generator
 from pathlib import Path
 
 # Workers of pytest-xdist share the cores: each with a thread for every core, most would wait for
@@ -52,6 +54,21 @@ def shared() -> Path:
 def pytest_report_header() -> str:
     facts = device.current()
     return f"tkernels {tkernels.__version__} on {facts.name} ({facts.arch})"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays to the end: garbage is looked for beside it only."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries count what is left at the end
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m

@@ -90,7 +90,11 @@ def _wait_for(address: str, running: subprocess.Popen[bytes], log: Path) -> None
 
 def attempts(address: str) -> list[Any]:
     """Trials of the only study that were begun with a config."""
-    studies = store.all_studies(store.open_storage(address))
+    return attempts_in(store.open_storage(address))
+
+
+def attempts_in(storage: Any) -> list[Any]:
+    studies = store.all_studies(storage)
     return [t for s in studies for t in s.get_trials(deepcopy=False) if "config" in t.user_attrs]
 
 
@@ -99,10 +103,11 @@ def _at_a_hang(
 ) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
     """(the tuner whose config hangs, the other one), once both have taken part."""
     deadline = time.monotonic() + 180
+    storage = store.open_storage(address)
     while True:
         assert time.monotonic() < deadline, attempts(address)
         assert all(tuner.poll() is None for tuner in tuners), "one ended before the other took part"
-        tried = attempts(address)
+        tried = attempts_in(storage)
         owners = {t.user_attrs["owner"]["pid"] for t in tried if "owner" in t.user_attrs}
         hanging = [
             t.user_attrs["owner"]["pid"]
@@ -111,7 +116,7 @@ def _at_a_hang(
         ]
         if hanging and len(owners) == 2:
             return tuple(sorted(tuners, key=lambda tuner: tuner.pid != hanging[0]))  # type: ignore[return-value]
-        time.sleep(0.05)
+        time.sleep(0.5)  # a config hangs for 15 s
 
 
 @on_interpreter
