@@ -7,7 +7,6 @@ import concurrent.futures
 import importlib.util
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -16,10 +15,10 @@ import pytest
 import torch
 
 import tkernels
+from tests.fresh import run
 from tkernels import device
 from tkernels.device import UnsupportedError
 
-ROOT = Path(__file__).resolve().parents[1]
 SM = (80, 86, 89, 90, 100, 103, 120)
 ASCEND = ("Ascend910B1", "Ascend910B2", "Ascend910B2C", "Ascend910B3", "Ascend910B4")
 
@@ -27,14 +26,7 @@ ASCEND = ("Ascend910B1", "Ascend910B2", "Ascend910B2C", "Ascend910B3", "Ascend91
 def fresh(program: str, chosen: str) -> subprocess.CompletedProcess[str]:
     """Run ``program`` in a new process with TKERNELS_DEVICE set to ``chosen``."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={**env, "TKERNELS_DEVICE": chosen},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return run(program, {**env, "TKERNELS_DEVICE": chosen})
 
 
 # ---- facts -------------------------------------------------------------------------------------

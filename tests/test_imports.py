@@ -7,14 +7,16 @@ syntax tree, so that a comment or a docstring may still speak of what the code m
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.fresh import run
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("tkernels", "autotune", "model", "bench")
@@ -55,14 +57,7 @@ def fresh(
         env["TKERNELS_DEVICE"] = device
     if interpret:
         env["TRITON_INTERPRET"] = interpret
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env=env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return run(program, env)
 
 
 def output(program: str, *, device: str = "", interpret: str = "") -> str:
@@ -171,6 +166,7 @@ def test_both_tritons_in_different_folders_are_fine(tmp_path: Path) -> None:
 # ---- source ------------------------------------------------------------------------------------
 
 
+@functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
