@@ -69,7 +69,7 @@ def test_guarded_strided(spec: KernelSpec, case: Case, dev: torch.device) -> Non
         g.check(f"{spec.name}: {name}")
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(12)
 @each_case
 def test_same_bits_again(spec: KernelSpec, case: Case, dev: torch.device) -> None:
     inputs = spec.make_inputs(case.problem, dev)
@@ -116,7 +116,7 @@ def reordered(value: Any) -> Any:
     return value.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-@pytest.mark.thin(12)
+@pytest.mark.thin(40)
 @each_case
 def test_operator_promises_the_strides_that_come(
     spec: KernelSpec, case: Case, dev: torch.device
@@ -225,10 +225,11 @@ def test_unaligned_after_aligned(spec: KernelSpec, dev: torch.device) -> None:
     case = next(c for c in spec.cases if "smoke" in c.tags)
     plain = spec.make_inputs(case.problem, dev)
     run(spec, clone_inputs(plain))
-    run(spec, clone_inputs(plain))
     names = [name for name, value in plain.items() if isinstance(value, torch.Tensor)]
     if device.KIND == "cpu":  # nothing is compiled there: only the plan may be a wrong one
-        names = names[:: max(1, len(names) // 3)]
+        names = names[:: max(1, len(names) - 1)]
+    else:
+        run(spec, clone_inputs(plain))
     for name in names:
         inputs = {**clone_inputs(plain), name: shifted(plain[name])}
         assert inputs[name].data_ptr() % 16
