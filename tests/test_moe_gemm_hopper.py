@@ -103,7 +103,9 @@ def test_many_rows_an_expert_go_there_on_sm90_alone() -> None:
 
 
 class _Array(np.ndarray[Any, Any]):
-    """Numbers with the one method of a tensor that the functions below call."""
+    """Numbers with what the functions below ask a tensor for."""
+
+    type = types.SimpleNamespace(layout=None)
 
     def to(self, kind: Any) -> _Array:
         return self.astype(kind)
@@ -131,7 +133,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = types.SimpleNamespace(
         minimum=np.minimum,
         maximum=np.maximum,
-        where=np.where,
+        where=lambda *given: np.where(*given).view(_Array),
         sum=lambda x, axis: int(np.sum(x)),
         int32=np.int32,
         load=_load,
@@ -165,15 +167,20 @@ def _counts() -> list[list[int]]:
 @pytest.mark.parametrize("tail", [16, 32])
 @pytest.mark.parametrize("counts", _counts(), ids=lambda counts: f"{len(counts)}-{sum(counts)}")
 def test_tiles_hold_each_row_once(counts: list[int], tail: int, plain: None) -> None:
-    """In order, those of an expert after each other; none is empty, or higher than it may be."""
+    """In order, those of an expert after each other; none is empty, or higher than it may be.
+    Experts with one tile that is small come last."""
     offsets = [0, *np.cumsum(counts).tolist()]
     power = 1 << (len(counts) - 1).bit_length()
-    tiles, upto = hopper._tiles_of_experts(_Pointer(offsets), len(counts), tail, power)
+    tiles, begin = hopper._tiles_of_experts(_Pointer(offsets), len(counts), tail, power)
     assert len(tiles) == power
     held: list[list[tuple[int, int]]] = [[] for _ in counts]
-    for m_tile in range(int(upto[-1])):
-        expert, row0, end = hopper._place(m_tile, tiles, upto, _Pointer(offsets), len(counts), tail)
+    order = []
+    for m_tile in range(int(tiles.sum())):
+        place = (m_tile, tiles, begin, _Pointer(offsets), len(counts), tail)
+        expert, row0, end = hopper._place(*place)
         held[expert].append((int(row0), int(end)))
+        order.append((counts[expert] <= 64 + tail, expert))
+    assert order == sorted(order)
     for expert, places in enumerate(held):
         rows = [row for row0, end in places for row in range(row0, end)]
         assert rows == list(range(offsets[expert], offsets[expert + 1]))

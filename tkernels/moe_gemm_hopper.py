@@ -66,22 +66,31 @@ def _tiles(count, TAIL: gl.constexpr):
 
 @gluon.jit
 def _tiles_of_experts(offsets_ptr, n_experts, TAIL: gl.constexpr, E: gl.constexpr):
-    """(row tiles of each expert, those up to and with it), the same in each warp."""
+    """(row tiles of each expert, which of all is its first), the same in each warp.
+
+    Experts whose only tile is a small one come last: where most cores have ended, the others have
+    less to do.
+    """
     layout: gl.constexpr = gl.BlockedLayout([max(E // 32, 1)], [32], [gl.num_warps()], [0])
     e = gl.arange(0, E, layout)
     ok = e < n_experts
     first = gl.load(offsets_ptr + e, mask=ok, other=0)
     end = gl.load(offsets_ptr + 1 + e, mask=ok, other=0)
     tiles = _tiles(end - first, TAIL)
-    return tiles, gl.associative_scan(tiles, 0, _add)
+    small = gl.where(end - first <= 64 + TAIL, tiles, 0)
+    large = tiles - small
+    upto = gl.associative_scan(large, 0, _add)
+    small_upto = gl.sum(large, 0) + gl.associative_scan(small, 0, _add)
+    return tiles, gl.where(small > 0, small_upto, upto) - tiles
 
 
 @gluon.jit
-def _place(m_tile, tiles, upto, offsets_ptr, n_experts, TAIL: gl.constexpr):
+def _place(m_tile, tiles, begin, offsets_ptr, n_experts, TAIL: gl.constexpr):
     """(expert, first row, end) of a row tile; past the last one, any."""
-    before = upto <= m_tile
-    expert = gl.minimum(gl.sum(before.to(gl.int32), 0), n_experts - 1)
-    tile = m_tile - gl.sum(gl.where(before, tiles, 0), 0)
+    here = (begin <= m_tile) & (m_tile < begin + tiles)
+    e = gl.arange(0, tiles.shape[0], tiles.type.layout)
+    expert = gl.minimum(gl.sum(gl.where(here, e, 0), 0), n_experts - 1)
+    tile = m_tile - gl.sum(gl.where(here, begin, 0), 0)
     first = gl.load(offsets_ptr + expert)
     end = gl.load(offsets_ptr + expert + 1)
     row0, height = _rows_of_tile(tile, end - first, TAIL)
@@ -236,7 +245,7 @@ def _load(
     full, empty = bars
     n_weights, n_out, n_steps, n_experts, n_sources, n_n = sizes
     other_half = n_out if SILU else 128
-    tiles, upto = _tiles_of_experts(offsets_ptr, n_experts, TAIL, E)
+    tiles, begin = _tiles_of_experts(offsets_ptr, n_experts, TAIL, E)
     n_tiles = gl.sum(tiles, 0) * n_n
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     # Eight threads fetch the 128 bytes of a row.
@@ -246,7 +255,7 @@ def _load(
     count = 0
     parity = 0
     tile = gl.program_id(0)
-    expert, row0, end = _place(tile // n_n, tiles, upto, offsets_ptr, n_experts, TAIL)
+    expert, row0, end = _place(tile // n_n, tiles, begin, offsets_ptr, n_experts, TAIL)
     scales, weights = _factors(
         row0, end, xs_ptr, tw_ptr, ids_ptr, n_sources, TOP_K, LOW, ROW_WEIGHT, TAIL)
     main = row0
@@ -276,7 +285,7 @@ def _load(
             count = _issue(
                 1, 2, count, w_desc, boxes, x_ptr, stride_x, main, tail, w_row, other_half, row0,
                 this_end, buffers, bars, TAIL, STAGES, False)
-            expert, row1, end = _place(tile // n_n, tiles, upto, offsets_ptr, n_experts, TAIL)
+            expert, row1, end = _place(tile // n_n, tiles, begin, offsets_ptr, n_experts, TAIL)
             count = _issue(
                 2, gl.minimum(3, n_steps), count, w_desc, boxes, x_ptr, stride_x, main, tail,
                 w_row, other_half, row0, this_end, buffers, bars, TAIL, STAGES, False)
@@ -290,7 +299,7 @@ def _load(
                 0, n_steps, count, w_desc, boxes, x_ptr, stride_x, main, tail, w_row, other_half,
                 row0, end, buffers, bars, TAIL, STAGES, True)
             tile = gl.num_programs(0) + gl.atomic_add(tickets_ptr, 1, sem="relaxed")
-            expert, row1, end = _place(tile // n_n, tiles, upto, offsets_ptr, n_experts, TAIL)
+            expert, row1, end = _place(tile // n_n, tiles, begin, offsets_ptr, n_experts, TAIL)
             scales, weights = _factors(
                 row1, end, xs_ptr, tw_ptr, ids_ptr, n_sources, TOP_K, LOW, ROW_WEIGHT, TAIL)
             main, tail = _both_sources(ids_ptr, row1, end, n_sources, TOP_K, TAIL, layout)
