@@ -205,6 +205,7 @@ def test_few_that_decode_are_few_rows(patch: pytest.MonkeyPatch) -> None:
     }
     assert replays == {32: {3: 1, 1: 1, 0: 0}, 16: {3: 1, 1: 1, 0: 3}}
     for size, made in prompts._made.items():
+        assert list(made) == [3, 1, 0]  # captured the largest first
         for rows, (graph, _) in made.items():
             attended = [len(one[1][0]) for one in graph.launches if "paged_attn" in str(one[0])]
             a_layer = [rows, size] if rows else [size]
@@ -303,9 +304,13 @@ def test_a_prompt_finds_a_page_that_the_same_step_fills(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("few", [(), (1,)], ids=["three rows", "one or three rows"])
 @pytest.mark.parametrize("name", ["qwen3", "llama-32", "qwen3_moe"])
-def test_real_graphs_equal_an_eager_runner(name: str) -> None:
+def test_real_graphs_equal_an_eager_runner(
+    name: str, few: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """fp32, where kernels of other sizes differ in their last bits alone."""
+    monkeypatch.setattr("model.prompt_graphs._FEW_BESIDE", few)
     model = test_graph.on_device(tiny(name).folder, torch.float32)
     steps_of(lambda: new_runner(model, tkernels), tolerance=1e-4)
 

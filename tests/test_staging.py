@@ -96,7 +96,7 @@ def test_nothing_of_a_wider_step_is_left_in_a_narrower(wide: int, narrow: int) -
     for side in staging.sides:
         side.fill(wide, step_of(wide, 3, 40))
         staging.copy(side, staging.layouts[wide].num_bytes)
-    for number, rows in enumerate((1, narrow, 0)):
+    for number, rows in enumerate((1, 0, narrow)):
         side = staging.side(number)
         side.fill(narrow, step_of(rows, 2, 8))
         staging.copy(side, staging.layouts[narrow].num_bytes)
