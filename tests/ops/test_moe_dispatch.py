@@ -229,9 +229,12 @@ def test_many_are_compared_while_they_are_counted() -> None:
     count, place = (line.split() for line in lines_of(CHILD)[-2:])
     wait, start, load = "griddepcontrol.wait", "griddepcontrol.launch_dependents", "ld.global.b32"
     assert [what for what in count if "BB" not in what] == [wait, start, load, "st.global.b16"]
+    # The kernel that counts waits before it lets this one start, which reads ids before it waits.
     at = place.index(wait)
-    label, *around = place[at - 2 : at + 2]
-    assert label.startswith("$L__BB")  # of the loop: nothing else is read or written before
-    assert around == [load, wait, start]
+    assert place[0] == start
+    assert place[1].startswith("$L__BB")  # what follows is of the loop: its end comes first
+    label, *around = place[at - 2 : at + 1]
+    assert label.startswith("$L__BB")  # its beginning: nothing else is read or written before
+    assert around == [load, wait]
     counts = [what for what in place[at:] if what.startswith("ld")]
     assert counts == ["ld.global.v4.b32"] * 4  # of 128 blocks and 64 experts
