@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
+import model.graph
 from model.runner import Runner
 from model.staging import Side, Staging
 from tkernels import device
@@ -99,6 +100,12 @@ def _capture(graph: Graph, *, pool: Any = None) -> Iterator[None]:
         current.pop()
 
 
+class _NoCollector:
+    """A recording collects no garbage, so none has to be out of its way."""
+
+    collect = freeze = unfreeze = staticmethod(lambda: None)
+
+
 @contextlib.contextmanager
 def stand_in() -> Iterator[pytest.MonkeyPatch]:
     """The device has graphs, whichever it is."""
@@ -108,6 +115,7 @@ def stand_in() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(device, "graph_pool", lambda: "pool")
         patch.setattr(device, "memory_free", lambda: 0)
         patch.setattr(device, "event", Event)
+        patch.setattr(model.graph, "gc", _NoCollector)
         patch.setattr(device, "pinned", lambda n: torch.empty(n, dtype=torch.uint8))
         yield patch
 
