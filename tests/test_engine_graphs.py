@@ -50,8 +50,15 @@ def answered(engine: Engine, wishes: list[SamplingParams], n: int) -> list[Answe
     return [answers[key] for key in sorted(answers)]
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("mode", ["none", "int8_fp4"])
+@pytest.mark.parametrize(
+    ("mode", "n"),
+    [
+        ("none", 3),
+        ("int8_fp4", 1),
+        pytest.param("none", 1, marks=pytest.mark.slow),
+        pytest.param("int8_fp4", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_answers_are_the_same(mode: str, n: int) -> None:
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 24}
     expected = answered(plain.new_engine(64, mode, **sizes), WISHES, n)
