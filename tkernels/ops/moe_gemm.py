@@ -845,9 +845,8 @@ def _default_config(problem: Problem, dev: Device) -> Config:
                "programs_per_core": 0, "SWAP": False, "PDL": _has_pdl(dev), "num_warps": 4,
                "num_stages": 3}  # fmt: skip
     if few:  # a program's latency counts
-        config |= {"BLOCK_K": 256, "num_warps": 2}
-        if p["silu_and_mul"]:
-            config |= {"BLOCK_N": min(32, config["BLOCK_N"]), "num_stages": 4}
+        config |= {"BLOCK_K": 256, "num_warps": 2, "BLOCK_N": min(32, config["BLOCK_N"])}
+        config["num_stages"] = 4 if p["silu_and_mul"] else 5
     elif rows == 16:  # weights are read once: much of them ahead
         config["BLOCK_K"] = 256
     elif rows <= 64:
