@@ -75,6 +75,9 @@ class KernelSpec:
     cost: Callable[[Problem], Cost]
     outputs: tuple[str, ...] = ()  # out= arguments, in the order of the returned tensors
     mutates: tuple[str, ...] = ()  # arguments that are written in place
+    # Counters that a call sets to 0 or counts up. The torch operator has none and makes its own: a
+    # compiler, to which they would be mere inputs, might copy them before they are set.
+    counters: tuple[str, ...] = ()
     # What is compared, of the arguments after a call, in place of the mutated ones: for states that
     # say the same in more than one way.
     compared: Callable[[Mapping[str, Any]], tuple[torch.Tensor, ...]] | None = None
@@ -165,8 +168,8 @@ def may_return_lse(spec: KernelSpec) -> bool:
 
 
 def _operator_parameters(spec: KernelSpec) -> dict[str, inspect.Parameter]:
-    """Parameters of the torch operator: the public ones less ``config`` and the out arguments."""
-    hidden = {"config", *spec.outputs}
+    """Parameters of the torch operator: less ``config``, the out arguments and counters."""
+    hidden = {"config", *spec.outputs, *spec.counters}
     signature = inspect.signature(spec.launch)
     return {n: p for n, p in signature.parameters.items() if n not in hidden}
 
@@ -277,6 +280,9 @@ def _traced(name: str, given: dict[str, Any]) -> Any:
         raise ValueError(f"{name}: config must be None inside torch.compile, got one")
     spec = _SPECS[name]
     wanted = [given.pop(argument, None) for argument in spec.outputs]
+    for argument in spec.counters:
+        if (counter := given.pop(argument)) is not None:
+            counter.zero_()
     result = getattr(torch.ops.tkernels, name)(**given)
     if result is None:
         return None

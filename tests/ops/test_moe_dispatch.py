@@ -166,6 +166,25 @@ def test_tickets_are_set(tokens: int, block_n: int, count: int, dev: torch.devic
     assert tickets.tensor.tolist() == [0] * count
 
 
+def test_a_compiler_does_not_see_tickets(dev: torch.device) -> None:
+    """As inputs of an operator that writes to them they might be copied before it does."""
+    for name in ("moe_dispatch", "moe_gemm"):
+        schema = getattr(torch.ops.tkernels, name).default._schema
+        assert "tickets" not in [argument.name for argument in schema.arguments]
+    ids = torch.randint(0, 5, (9, 3), device=dev).int()
+    tickets = torch.full((2,), 7, dtype=torch.int32, device=dev)
+
+    def call(ids: torch.Tensor, tickets: torch.Tensor) -> Any:
+        results = tkernels.moe_dispatch(ids, num_experts=5, tickets=tickets)
+        return results, tickets + 1
+
+    got, more = torch.compile(call, fullgraph=True, backend="aot_eager")(ids, tickets)
+    torch._dynamo.reset()
+    expected = tkernels.moe_dispatch(ids, num_experts=5)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert (tickets.tolist(), more.tolist()) == ([0, 0], [1, 1])
+
+
 @pytest.mark.parametrize("shape", [(0,), (65,), (2, 2)])
 def test_tickets_are_few(shape: tuple[int, ...], dev: torch.device) -> None:
     ids = torch.zeros(2, 3, dtype=torch.int32, device=dev)

@@ -692,6 +692,7 @@ SPEC = register(
         default_config=_default_config,
         why_illegal=_why_illegal,
         cost=_cost,
+        counters=("tickets",),
         outputs=("expert_offsets", "sorted_ids", "positions"),
         providers=_peers,
         scalar_loop_reason="rows go where their ranks say, one by one",

@@ -929,6 +929,7 @@ SPEC = register(
         default_config=_default_config,
         why_illegal=_why_illegal,
         cost=moe_gemm_cost,
+        counters=("tickets",),
         outputs=("out",),
         contiguous=("weight", "weight_scale", "topk_weights"),
         empty_results=_empty_out,
