@@ -1013,13 +1013,11 @@ def _default_config(problem: Problem, dev: Device) -> Config:
         legal = rows.why_illegal(config, problem, dev) is None
         if legal and rows.is_default(problem, config, dev):
             return config
-    if (
-        problem["path"] == "int8"
-        and problem["m"] in masked_gemm_stream.DEFAULT_ROWS
-        and masked_gemm_stream.why_unfit(problem, dev) is None
-        and (config := masked_gemm_stream.default_config(problem, dev)) is not None
-    ):
-        return config
+    stream = masked_gemm_stream
+    if problem["path"] == "int8" and problem["m"] in stream.DEFAULT_ROWS:
+        streaming = stream.default_config(problem, dev)
+        if streaming is not None and stream.why_unfit(problem, dev) is None:
+            return streaming
     if problem["m"] > 8 or masked_gemm_few.why_unfit(problem, dev):
         return _portable_config(problem, dev)
     return masked_gemm_few.default_config(problem, dev)
