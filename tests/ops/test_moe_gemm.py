@@ -383,6 +383,21 @@ def test_addresses_that_no_tensor_map_has_go_the_portable_way(
     assert variants(inputs, config=config) == [True]
 
 
+@pytest.mark.skipif(device.current().is_npu, reason="an NPU has no tensor maps")
+def test_scales_of_weights_at_such_addresses_do_too(dev: torch.device) -> None:
+    """They are read two at a time, by a kernel that was compiled for others."""
+    problem = problem_of(int8=True, path="int8")
+    inputs = moe_gemm_inputs(problem, dev)
+    config = config_of(problem, **WAYS["tma"])
+    if config["variant"] != "tma":
+        pytest.skip("this device has no tensor maps")
+    assert variants(inputs, config=config) == [True]
+    scale = inputs["weight_scale"]
+    moved = torch.zeros(scale.numel() + 1, device=dev)[1:].view(scale.shape).copy_(scale)
+    assert variants({**inputs, "weight_scale": moved}, config=config) == [False]
+    assert_right(run(**{**inputs, "weight_scale": moved}, config=config), inputs)
+
+
 def test_tickets_are_one_number(dev: torch.device) -> None:
     inputs = inputs_of(dev)
     tickets = torch.zeros(2, dtype=torch.int32, device=dev)

@@ -602,15 +602,20 @@ def _gathering(
 
 
 def _by_address(described: _Run, portable: _Run) -> _Run:
-    """Tensor maps, and what is read 16 bytes at a time, need addresses that divide by 16."""
+    """Tensor maps, and what is read several numbers at a time, need addresses that divide by 16.
+
+    What remains is read a number at a time: ``tickets`` and a chunk's ``topk_weights`` may be parts
+    of tensors.
+    """
     addressable = not device.current().compile_only
 
     def run(x: torch.Tensor, weight: torch.Tensor, *tensors: Any) -> None:
         every = 0
         if addressable:
-            every = x.data_ptr() | weight.data_ptr() | tensors[2].data_ptr()
-            if tensors[4] is not None:
-                every |= tensors[4].data_ptr()
+            _, _, out, ws, x_q, *_ = tensors
+            every = x.data_ptr() | weight.data_ptr() | out.data_ptr()
+            for t in (ws, x_q):
+                every |= 0 if t is None else t.data_ptr()
         (portable if every % 16 else described)(x, weight, *tensors)
 
     return run
