@@ -486,7 +486,9 @@ def paged_attn(
         context_lens: int32 [batch], tokens of each sequence in the cache, those of q included; at
             most max_blocks * block_size. 0 stands for padding.
         cu_seqlens_q: int32 [batch + 1], where the tokens of each sequence begin in q; None: one
-            token a sequence. Values of these three are checked under TKERNELS_DEBUG=1 only.
+            token a sequence. Values of these three are checked under TKERNELS_DEBUG=1 only. With
+            ``PDL`` it and context_lens are read before kernels of this library that were launched
+            just before have ended, so those must not write them.
         max_seqlen_q: at least the most tokens of a sequence in q, given with cu_seqlens_q. What a
             sequence has past it is not written, and nor are rows of q that belong to none.
         scale: factor of the scores; None is head_dim ** -0.5.
