@@ -461,7 +461,8 @@ def _bind_one(
 
     def run(ids: Any, table: Any, tickets: Any, *outs: Any) -> None:
         # What is not there is stood in for by something that is, and not touched.
-        table, tickets = (ids if t is None else t for t in (table, tickets))
+        table = ids if table is None else table
+        tickets = ids if tickets is None else tickets
         launch(ids, table, tickets, *outs, *strides, n, n_tiles)
 
     return run
@@ -502,7 +503,8 @@ def _bind_blocks(
 
     def run(ids: Any, table: Any, tickets: Any, *outs: Any) -> None:
         counts = torch.empty(n_blocks * n_local, dtype=dtype, device=ids.device)
-        table, tickets = (ids if t is None else t for t in (table, tickets))
+        table = ids if table is None else table
+        tickets = ids if tickets is None else tickets
         count(ids, table, tickets, counts, strides[0], n, n_tiles)
         place(ids, table, counts, *outs, *strides, n, n_blocks)
 
