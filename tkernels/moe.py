@@ -29,7 +29,7 @@ from tkernels.ops.moe_combine import moe_combine
 from tkernels.ops.moe_dispatch import moe_dispatch
 from tkernels.ops.moe_gemm import moe_gemm
 from tkernels.ops.moe_route import moe_route, moe_route_ref
-from tkernels.ops.quantize_per_token import quantize_per_token, quantize_per_token_ref
+from tkernels.ops.quantize_per_token import quantize_ahead, quantize_per_token_ref
 
 _OP = "fused_moe"
 _CHUNK_BYTES = 512 << 20  # of h and y at a time: enough tokens to fill any chip
@@ -194,6 +194,12 @@ def fused_moe(
     for start in range(0, n_tokens, chunk_tokens):
         here = slice(start, start + chunk_tokens)
         chosen, part = ids[here], x[here]
+        x_q: torch.Tensor | None = None
+        x_scale: torch.Tensor | None = None
+        if gate_up_scale is not None and not high:
+            # Here, as memory that moe_dispatch has had is not to be written beside it.
+            x_q = torch.empty(part.shape, dtype=torch.int8, device=x.device)
+            x_scale = torch.empty(part.shape[:1], dtype=torch.float32, device=x.device)
         offsets, sorted_ids, positions = moe_dispatch(
             chosen,
             num_experts=router_logits.shape[1],
@@ -201,10 +207,8 @@ def fused_moe(
             num_local_experts=None if expert_map is None else n_experts,
             tickets=tickets,
         )
-        x_q: torch.Tensor | None = None
-        x_scale: torch.Tensor | None = None
-        if gate_up_scale is not None and not high:
-            x_q, x_scale = quantize_per_token(part)
+        if x_q is not None and x_scale is not None:
+            quantize_ahead(part, x_q, x_scale)
         h = moe_gemm(
             part, gate_up_weight, offsets, sorted_ids, weight_scale=gate_up_scale, x_q=x_q,
             x_scale=x_scale, mask=None if gate_up_scale is None else mask, top_k=top_k,

@@ -65,11 +65,13 @@ def _tiles(count, TAIL: gl.constexpr):
 
 
 @gluon.jit
-def _tiles_of_experts(offsets_ptr, n_experts, TAIL: gl.constexpr, E: gl.constexpr):
+def _tiles_of_experts(
+    offsets_ptr, n_experts, TAIL: gl.constexpr, E: gl.constexpr, BACKWARDS: gl.constexpr,
+):
     """(row tiles of each expert, which of all is its first), the same in each warp.
 
     Experts whose only tile is a small one come last: where most cores have ended, the others have
-    less to do.
+    less to do. BACKWARDS: the last expert comes first, as its rows are in cache yet.
     """
     layout: gl.constexpr = gl.BlockedLayout([max(E // 32, 1)], [32], [gl.num_warps()], [0])
     e = gl.arange(0, E, layout)
@@ -80,7 +82,11 @@ def _tiles_of_experts(offsets_ptr, n_experts, TAIL: gl.constexpr, E: gl.constexp
     small = gl.where(end - first <= 64 + TAIL, tiles, 0)
     large = tiles - small
     upto = gl.associative_scan(large, 0, _add)
-    small_upto = gl.sum(large, 0) + gl.associative_scan(small, 0, _add)
+    small_upto = gl.associative_scan(small, 0, _add)
+    if BACKWARDS:
+        upto = gl.sum(large, 0) - upto + large
+        small_upto = gl.sum(small, 0) - small_upto + small
+    small_upto += gl.sum(large, 0)
     return tiles, gl.where(small > 0, small_upto, upto) - tiles
 
 
@@ -239,13 +245,16 @@ def _load(
     w_desc, boxes, x_ptr, offsets_ptr, ids_ptr, xs_ptr, tw_ptr, tickets_ptr, stride_x, buffers,
     bars, sizes,
     TAIL: gl.constexpr, STAGES: gl.constexpr, E: gl.constexpr, SILU: gl.constexpr,
-    TOP_K: gl.constexpr, LOW: gl.constexpr, ROW_WEIGHT: gl.constexpr,
+    TOP_K: gl.constexpr, LOW: gl.constexpr, ROW_WEIGHT: gl.constexpr, PDL: gl.constexpr,
+    BACKWARDS: gl.constexpr,
 ):
+    if PDL:  # those who multiply wait for what is fetched, and store nothing before
+        _wait_for_earlier_kernels()
     _, _, _, _, place_s, factor_s = buffers
     full, empty = bars
     n_weights, n_out, n_steps, n_experts, n_sources, n_n = sizes
     other_half = n_out if SILU else 128
-    tiles, begin = _tiles_of_experts(offsets_ptr, n_experts, TAIL, E)
+    tiles, begin = _tiles_of_experts(offsets_ptr, n_experts, TAIL, E, BACKWARDS)
     n_tiles = gl.sum(tiles, 0) * n_n
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     # Eight threads fetch the 128 bytes of a row.
@@ -568,10 +577,10 @@ def _moe_gemm_hopper_kernel(
     stride_o, n_weights, n_out, n_steps, n_n, n_experts, n_sources,
     LOW: gl.constexpr, SILU: gl.constexpr, ROW_WEIGHT: gl.constexpr, TOP_K: gl.constexpr,
     TAIL: gl.constexpr, STAGES: gl.constexpr, E: gl.constexpr, PDL: gl.constexpr,
+    BACKWARDS: gl.constexpr,
 ):
     if PDL:
         _let_next_kernel_start()
-        _wait_for_earlier_kernels()
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     bits: gl.constexpr = dtype.primitive_bitwidth
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(
@@ -610,7 +619,7 @@ def _moe_gemm_hopper_kernel(
                          GATHERED, LOW, FACTOR)),
             (_load, (w_desc, boxes, x_ptr, offsets_ptr, ids_ptr, xs_ptr, tw_ptr, tickets_ptr,
                      stride_x, buffers, bars, sizes, TAIL, STAGES, E, SILU, TOP_K, LOW,
-                     ROW_WEIGHT)),
+                     ROW_WEIGHT, PDL, BACKWARDS)),
         ],
         [4, 4 if TOP_K > 0 else 1], [216 if TOP_K > 0 else 232, 72 if TOP_K > 0 else 40])
 
@@ -710,6 +719,7 @@ def bind(
         SILU=silu,
         ROW_WEIGHT=facts["ROW_WEIGHT"],
         TOP_K=top_k,
+        BACKWARDS=top_k == 0,  # x is what such a product has just written
         **device.rounding_each_step(),
         **({"launch_pdl": True} if config["PDL"] else {}),
     )

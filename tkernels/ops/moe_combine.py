@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tkernels import device
 from tkernels.check import (
     FLOAT_DTYPES,
     check_dtype,
@@ -35,6 +36,8 @@ from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, regis
 
 _OP = "moe_combine"
 _MOST_UNROLLED = 16  # rows whose loads are written out; more come in a loop
+# Rows are read once. Those that moe_gemm wrote last are in cache yet, and stay until they are read.
+_EVICTION = "evict_first"
 
 
 def moe_combine_ref(
@@ -59,20 +62,23 @@ def moe_combine_ref(
 
 
 @triton.jit
-def _row(at, y_ptr, stride_y, column, start, n_rows, H: tl.constexpr):
+def _row(at, y_ptr, stride_y, column, start, n_rows, H: tl.constexpr, EVICTION: tl.constexpr):
     """fp32 numbers of row ``at`` of y, 0 where it is no row of it."""
     there = (at >= 0) & (at < n_rows)
     row = tl.where(there, at, 0).to(tl.int64)
     # The mask is a number of columns: so loads stay whole, on Ascend too.
     columns = tl.where(there, H - start, 0)
-    y = tl.load(y_ptr + row * stride_y + start + column, mask=column < columns, other=0.0)
+    y = tl.load(
+        y_ptr + row * stride_y + start + column, mask=column < columns, other=0.0,
+        eviction_policy=EVICTION)
     return y.to(tl.float32)
 
 
 @triton.jit
 def _moe_combine_tile(
     tile, y_ptr, positions_ptr, out_ptr, stride_y, stride_p, stride_o, n_rows, n_parts,
-    TOP_K: tl.constexpr, H: tl.constexpr, UNROLLED: tl.constexpr, BLOCK_H: tl.constexpr,
+    TOP_K: tl.constexpr, H: tl.constexpr, UNROLLED: tl.constexpr, EVICTION: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
     token = tl.cast(tile // n_parts, tl.int64)
     start = tile % n_parts * BLOCK_H
@@ -81,10 +87,10 @@ def _moe_combine_tile(
     total = tl.zeros([BLOCK_H], tl.float32)
     if UNROLLED:
         for j in tl.static_range(TOP_K):
-            total += _row(tl.load(mine + j), y_ptr, stride_y, column, start, n_rows, H)
+            total += _row(tl.load(mine + j), y_ptr, stride_y, column, start, n_rows, H, EVICTION)
     else:
         for j in range(TOP_K):
-            total += _row(tl.load(mine + j), y_ptr, stride_y, column, start, n_rows, H)
+            total += _row(tl.load(mine + j), y_ptr, stride_y, column, start, n_rows, H, EVICTION)
     outs = out_ptr + token * stride_o + start + column
     tl.store(outs, total.to(out_ptr.dtype.element_ty), mask=column < H - start)
 
@@ -94,6 +100,7 @@ def _moe_combine_kernel(
     y_ptr, positions_ptr, out_ptr, stride_y, stride_p, stride_o, n_rows, n_parts, n_tiles,
     TOP_K: tl.constexpr, H: tl.constexpr, UNROLLED: tl.constexpr,
     ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
+    EVICTION: tl.constexpr,  # of rows: they are read once
     PDL: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
     if PDL:
@@ -102,12 +109,12 @@ def _moe_combine_kernel(
     if ONE_TILE:
         _moe_combine_tile(
             tl.program_id(0), y_ptr, positions_ptr, out_ptr, stride_y, stride_p, stride_o, n_rows,
-            n_parts, TOP_K, H, UNROLLED, BLOCK_H)
+            n_parts, TOP_K, H, UNROLLED, EVICTION, BLOCK_H)
     else:
         for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
             _moe_combine_tile(
                 tile, y_ptr, positions_ptr, out_ptr, stride_y, stride_p, stride_o, n_rows, n_parts,
-                TOP_K, H, UNROLLED, BLOCK_H)
+                TOP_K, H, UNROLLED, EVICTION, BLOCK_H)
 
 
 # fmt: on
@@ -203,6 +210,7 @@ def _plan(
         H=h,
         UNROLLED=top_k <= _MOST_UNROLLED,
         ONE_TILE=programs == n_tiles,
+        EVICTION="" if device.current().is_npu else _EVICTION,
         **cfg,
         **({"launch_pdl": True} if cfg["PDL"] else {}),
     )

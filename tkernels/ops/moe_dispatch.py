@@ -162,9 +162,9 @@ def _moe_dispatch_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
     """All in one launch. Queries: the n assignments, then the offsets of 0..N_LOCAL."""
-    if PDL:
-        _let_next_kernel_start()
+    if PDL:  # in this order: the next kernel may read before it waits what earlier ones wrote
         _wait_for_earlier_kernels()
+        _let_next_kernel_start()
     if N_TICKETS > 0:
         _set_tickets(tickets_ptr, N_TICKETS)
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
@@ -193,7 +193,7 @@ def _count_kernel(
     BLOCK_Q: tl.constexpr,
 ):
     """counts[block, e] for e of 0..N_LOCAL - 1."""
-    if PDL:  # in this order: the next kernel reads ids before it waits
+    if PDL:  # in this order: the next kernel reads ids before it waits, and the one after it more
         _wait_for_earlier_kernels()
         _let_next_kernel_start()
     if N_TICKETS > 0:

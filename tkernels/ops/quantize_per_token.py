@@ -68,6 +68,7 @@ def _quantize_per_token_kernel(
     n_tiles,
     N_COLS: tl.constexpr,
     ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
+    AHEAD: tl.constexpr,  # x was there before the kernel launched last was, and nothing reads out
     PDL: tl.constexpr,
     THREADS: tl.constexpr,  # the chip has some
     FOLD: tl.constexpr,  # numbers of a row that become int8 at once; 0: all
@@ -76,11 +77,15 @@ def _quantize_per_token_kernel(
 ):
     if PDL:
         _let_next_kernel_start()
-        _wait_for_earlier_kernels()
+        if not AHEAD:
+            _wait_for_earlier_kernels()
     # fmt: off
     if ONE_TILE:
+        tile = tl.program_id(0)
+        if THREADS:  # The rows written last, by most kernels, are in cache yet.
+            tile = n_tiles - 1 - tile
         _quantize_tile(
-            tl.program_id(0), x_ptr, out_ptr, scale_ptr, stride_x, stride_o, n_rows,
+            tile, x_ptr, out_ptr, scale_ptr, stride_x, stride_o, n_rows,
             N_COLS, THREADS, FOLD, BLOCK_ROWS, BLOCK_N)
     else:
         for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
@@ -88,6 +93,8 @@ def _quantize_per_token_kernel(
                 tile, x_ptr, out_ptr, scale_ptr, stride_x, stride_o, n_rows,
                 N_COLS, THREADS, FOLD, BLOCK_ROWS, BLOCK_N)
     # fmt: on
+    if PDL and AHEAD:  # who waits for this kernel must not run before the earlier ones have ended
+        _wait_for_earlier_kernels()
 
 
 @triton.jit
@@ -172,13 +179,39 @@ def quantize_per_token(
     return out, scale_out
 
 
+def quantize_ahead(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor) -> None:
+    """``quantize_per_token`` beside the kernel that was launched last, not behind it.
+
+    That kernel must let the next one start no sooner than all before it have ended, x must come
+    from one of these, and it must not touch ``out`` or ``scale_out``.
+    """
+    if torch.compiler.is_compiling():  # who knows what a compiler launches last
+        quantize_per_token(x, out=out, scale_out=scale_out)
+        return
+    plan = planned(_plan_ahead, None, (x, out, scale_out))
+    if plan is not None:
+        launch, numbers = plan
+        launch(x, out, scale_out, *numbers)
+
+
 def _check_x(x: torch.Tensor) -> None:
     rows.check_row_input(_OP, "x", x)
     check_shape(_OP, "x", x, n_rows=None, n_cols=None)
 
 
-def _plan(
+def _plan_ahead(
     x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, config: Config | None
+) -> rows.RowPlan | None:
+    return _plan(x, out, scale_out, config, ahead=True)
+
+
+def _plan(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    scale_out: torch.Tensor,
+    config: Config | None,
+    *,
+    ahead: bool = False,
 ) -> rows.RowPlan | None:
     _check_x(x)
     n_rows, n_cols = x.shape
@@ -205,6 +238,7 @@ def _plan(
         (programs,),
         N_COLS=n_cols,
         ONE_TILE=programs == n_tiles,
+        AHEAD=ahead,
         THREADS=dev.registers > 0,
         FOLD=64 if dev.is_npu and cfg["BLOCK_N"] >= 64 else 0,
         **cfg,
