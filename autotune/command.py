@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _check_no_search(options: argparse.Namespace) -> None:
     """Raise ValueError for what only a search can be told, e.g. where --kernel was forgotten."""
-    for name in ("shape", "model", "trials", "timeout", "table"):
+    for name in ("shape", "model", "missing", "trials", "timeout", "table"):
         if getattr(options, name):
             raise ValueError(f"autotune: --{name} belongs to a search, got no --kernel to search")
 
@@ -171,7 +171,34 @@ def _tasks(options: argparse.Namespace, specs: list[KernelSpec], target: Target)
     if tasks and not chosen:
         names_ = ", ".join(task.case for task in tasks)
         raise ValueError(f"autotune: --case must be part of one of {names_}, got {options.case!r}")
+    if options.missing:
+        due = _due(options, specs, target)
+        chosen = [task for task in chosen if (task.kernel, task.label) in due]
+        if not chosen:
+            _says(f"autotune: nothing is missing or stale for {target.arch}")
     return chosen
+
+
+def _due(
+    options: argparse.Namespace, specs: list[KernelSpec], target: Target
+) -> set[tuple[str, str]]:
+    """(kernel, label) of the bench cases without an entry that is sure to be of today's kernel."""
+    from autotune import status
+    from autotune.records import label_of
+
+    rows = status.status(_folders(options), specs, target.dev)
+    # A model's estimate is none where times can be measured.
+    wanted = ("measured", "offline") if target.offline else ("measured",)
+    return {
+        (row.kernel, label_of(row.key))
+        for row in rows
+        if row.bench and (row.stale or row.state not in wanted)
+    }
+
+
+def _folders(options: argparse.Namespace) -> list[Path]:
+    """Where tuned files are looked for, what the command itself writes first."""
+    return [*([options.export] if options.export else []), *config.config_folders()]
 
 
 def _fitting(specs: list[KernelSpec], tasks: list[Any], target: Target) -> list[Any]:
@@ -236,6 +263,6 @@ def _report(options: argparse.Namespace, specs: list[KernelSpec]) -> None:
 def _status(options: argparse.Namespace, specs: list[KernelSpec]) -> int:
     from autotune import status
 
-    folders = [*([options.export] if options.export else []), *config.config_folders()]
-    status.show(status.status(folders, specs, shown_device(options)), as_json=options.json)
+    rows = status.status(_folders(options), specs, shown_device(options))
+    status.show(rows, as_json=options.json)
     return 0

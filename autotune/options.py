@@ -13,6 +13,7 @@ EXAMPLES = """examples:
   python -m autotune --kernel all --model Qwen3-8B/config.json --batch 1,16,64 --context 1024,8192
   python -m autotune --kernel all --offline --arch ascend910b  no NPU: its compiler and a model
   python -m autotune --status                                 what is tuned, how old, what is stale
+  python -m autotune --kernel all --missing --export tuned    tune what is missing or stale
   python -m autotune --resume                                 finish what was interrupted
   python -m autotune --export tuned                           write what was found before
   TKERNELS_CONFIG_DIR=tuned python your_program.py            use what was written
@@ -38,6 +39,8 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument_group("what").add_argument
     add("--kernel", metavar="NAME", help="a kernel, several with commas, or all")
     add("--case", default="", metavar="TEXT", help="only problems whose name has TEXT")
+    add("--missing", action="store_true",
+        help="only bench cases that --status calls missing, or has doubts about")
     add("--shape", action="append", default=[], metavar="NAME=N,...",
         help="a problem by its sizes; may be given again")
     add("--model", metavar="PATH", help="problems of a model: its folder or config.json")
@@ -103,6 +106,10 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(
             "autotune: --shape and --model belong to a new search, got --resume, which takes its "
             "problems from the storage"
+        )
+    if options.missing and (options.shape or options.model is not None or options.resume):
+        raise ValueError(
+            "autotune: --missing chooses among bench cases, got --shape, --model or --resume"
         )
     if options.shape and options.model is not None:
         raise ValueError("autotune: expected --shape or --model, got both")

@@ -174,9 +174,7 @@ def test_tiles_hold_each_row_once(
     or higher than it may be. Experts with one tile that is small come last."""
     offsets = [0, *np.cumsum(counts).tolist()]
     power = 1 << (len(counts) - 1).bit_length()
-    tiles, begin = hopper._tiles_of_experts(
-        _Pointer(offsets), len(counts), tail, power, backwards
-    )
+    tiles, begin = hopper._tiles_of_experts(_Pointer(offsets), len(counts), tail, power, backwards)
     assert len(tiles) == power
     held: list[list[tuple[int, int]]] = [[] for _ in counts]
     order = []

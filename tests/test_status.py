@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import dataclasses
 import datetime
 import importlib
 import io
@@ -22,7 +23,9 @@ import pytest
 pytest.importorskip("optuna", reason="the tuner needs optuna (tkernels[tune])")
 pytest.importorskip("rich", reason="the tuner needs rich (tkernels[tune])")
 
-from autotune import fingerprint, status
+from autotune import command, fingerprint, status
+from autotune.options import parser
+from autotune.target import Target
 from tkernels import device
 from tkernels.registry import KernelSpec, all_kernels, get
 
@@ -127,6 +130,31 @@ def test_other_device_is_not_compared_with(tmp_path: Path) -> None:
     """Without the card only the source can have changed."""
     write(tmp_path, measured(0, triton="3.5.0", device="NVIDIA H200"))
     assert status.status([tmp_path], [SPEC], DEV, today=TODAY)[0].stale == ()
+
+
+def test_missing_is_what_is_not_sure_to_be_tuned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stale, estimated or absent: all but the first."""
+    monkeypatch.setattr(command.config, "config_folders", list)  # what is shipped does not count
+    stale = measured(2, kernel_hash="0" * 16)
+    write(tmp_path, measured(0), estimated(1), stale)
+    words = ["--kernel", "rms_norm", "--missing", "--export", str(tmp_path)]
+    options = parser().parse_args(words)
+    target = Target(DEV, offline=False, python="")
+    found = [task.case for task in command._tasks(options, [SPEC], target)]
+    assert found == [case.name for case in CASES[1:]]
+    offline = dataclasses.replace(target, offline=True)
+    found = [task.case for task in command._tasks(options, [SPEC], offline)]
+    assert found == [case.name for case in CASES[2:]]
+
+
+def test_nothing_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, *(measured(i) for i in range(len(CASES))))
+    words = ["--kernel", "rms_norm", "--missing", "--export", str(tmp_path)]
+    target = Target(DEV, offline=False, python="")
+    assert command._tasks(parser().parse_args(words), [SPEC], target) == []
+    assert "nothing is missing or stale for sm90" in capsys.readouterr().err
 
 
 def test_illegal_today(tmp_path: Path) -> None:
