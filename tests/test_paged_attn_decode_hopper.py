@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.compiled_for import lines_of
-from tkernels import device, paged_attn_decode_hopper
+from tkernels import device, paged_attn_decode_hopper, paged_attn_order
 from tkernels.attention_cases import paged_problem
 from tkernels.ops.paged_attn import SPEC, decode_config
 from tkernels.registry import Config
@@ -109,6 +109,31 @@ def test_its_config_is_legal(heads: str, batch: int, context: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("batch", "heads", "long_first"),
+    [(64, "32/8x128", True), (256, "32/8x128", True), (257, "32/8x128", False),
+     (16, "32/8x128", False), (17, "32/8x128", True), (1, "256/256x64", False)],
+)  # fmt: skip
+def test_when_most_keys_come_first(batch: int, heads: str, long_first: bool) -> None:
+    """Where tiles are more than cores, and lengths no more than a warp takes."""
+    problem = paged_problem([4096] * batch, heads, BF16)
+    assert decode_config(problem, SM90)["LONG_FIRST"] is long_first
+
+
+def test_what_long_first_needs() -> None:
+    most = paged_attn_order.MOST_SEQUENCES
+    for batch, why in ((1, None), (most, None), (most + 1, f"at most, got {most + 1}")):
+        problem = paged_problem([100] * batch, "32/8x128", BF16)
+        config = {**decode_config(problem, SM90), "LONG_FIRST": True}
+        said = SPEC.why_illegal(config, problem, SM90)
+        assert said is None if why is None else why in str(said)
+    chunk = paged_problem((100,), "32/8x128", BF16, q_lens=(50,))
+    config = {**SPEC.default_config(chunk, SM90), "LONG_FIRST": True}
+    assert "LONG_FIRST" in str(SPEC.why_illegal(config, chunk, SM90))
+    config = {**config, "variant": "portable"}
+    assert "needs variant hopper_decode" in str(SPEC.why_illegal(config, chunk, SM90))
+
+
+@pytest.mark.parametrize(
     ("group", "heads", "tiles"), [(1, 8, 1), (8, 8, 1), (9, 16, 1), (40, 16, 3)]
 )
 def test_tiles_of_heads(group: int, heads: int, tiles: int) -> None:
@@ -145,13 +170,16 @@ def loop_of(cubin):
 
 found = []
 for heads, warps, n, stages, splits, more in [
-    ("32/8x128", 1, 32, 3, 4, {}), ("32/8x128", 4, 32, 3, 1, {}), ("32/8x128", 1, 16, 6, 4, {}),
+    ("32/8x128", 1, 32, 3, 4, {}), ("32/8x128", 1, 32, 3, 4, {"order": True}),
+    ("32/8x128", 4, 32, 3, 1, {}), ("32/8x128", 1, 16, 6, 4, {}),
     ("16/8x128", 2, 64, 2, 1, {"block_size": 32}),
     ("16/1x64", 1, 64, 2, 2, {"block_size": 128, "window": 40, "softcap": 2.0, "sinks": True}),
 ]:
+    order = more.pop("order", False)
     problem = paged_problem((700, 20), heads, torch.bfloat16, poison=False, lse=True, **more)
     config = {**decode_config(problem, device.current()), "BLOCK_N": n, "num_stages": stages,
-              "num_warps": warps, "SPLITS": splits, "MIN_SHARE": 64}
+              "num_warps": warps, "SPLITS": splits, "MIN_SHARE": 64,
+              "LONG_FIRST": order}
     with FakeTensorMode(), offline.record_launches() as launches:
         SPEC.launch(**SPEC.make_inputs(problem, torch.device("cpu")), config=config)
     compiled = offline.compiled_cuda(launches[0], 90)
@@ -170,7 +198,10 @@ print(json.dumps(found))
 @pytest.mark.slow
 def test_compiled_for_sm90() -> None:
     found = json.loads(lines_of(CHILD)[-1])
-    assert len(found) == 5
+    assert len(found) == 6
+    # Finding the order takes no registers from the loop, nor shared memory.
+    assert found[1]["registers"] <= found[0]["registers"]
+    assert found[1]["shared_bytes"] == found[0]["shared_bytes"]
     for case in found:
         heads, _, _, _, splits = case["case"]
         kv_heads = int(heads.split("/")[1].split("x")[0])
@@ -218,6 +249,7 @@ def random_case(rng: random.Random) -> tuple[dict[str, Any], Config]:
             "num_warps": rng.choice((1, 1, 2, 4)),
             "SPLITS": rng.choice((1, 2, 3, 8)),
             "MIN_SHARE": rng.choice((16, 64, 128)),
+            "LONG_FIRST": rng.random() < 0.5,
             "PDL": rng.random() < 0.5,
         }
         if SPEC.why_illegal(config, problem, SM90) is None:
@@ -242,11 +274,17 @@ def test_random_problems_and_configs(seed: int, dev: torch.device) -> None:
             raise AssertionError(f"{problem} with {config}: {error}") from None
 
 
+# fmt: off
 CONFIGS: dict[str, Config] = {
     "one-warp": {"BLOCK_N": 32, "num_stages": 3, "num_warps": 1, "SPLITS": 1},
     "splits": {"BLOCK_N": 16, "num_stages": 4, "num_warps": 1, "SPLITS": 5, "MIN_SHARE": 64},
+    "long-first": {
+        "BLOCK_N": 16, "num_stages": 4, "num_warps": 2, "SPLITS": 5, "MIN_SHARE": 64,
+        "LONG_FIRST": True,
+    },
     "warps": {"BLOCK_N": 32, "num_stages": 2, "num_warps": 4, "SPLITS": 2, "MIN_SHARE": 64},
 }
+# fmt: on
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
@@ -355,6 +393,85 @@ def test_a_sequence_does_not_depend_on_the_others(config: Config, dev: torch.dev
     alone_out, alone_lse = SPEC.launch(**{**inputs, **last}, config=chosen)
     assert torch.equal(alone_out, out[2:])
     assert torch.equal(alone_lse, lse[2:])
+
+
+def lengths_of(kind: str, batch: int, rng: random.Random) -> list[int]:
+    if kind == "mixed":
+        return [(20, 1500)[i % 2] for i in range(batch)]
+    if kind == "equal":
+        return [rng.choice((1, 130, 700))] * batch
+    if kind == "random":
+        return [rng.randint(0, 1500) for _ in range(batch)]
+    return [rng.choice((0, 0, 0, 1500)) for _ in range(batch)]
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("config", ["one-warp", "splits", "warps"])
+@pytest.mark.parametrize(
+    ("heads", "dtype", "more"),
+    [
+        ("4/2x64", FP16, {}),
+        ("8/2x128", BF16, {"sinks": True}),
+        ("3/3x128", BF16, {"window": 40}),
+        ("20/1x64", FP16, {"window": 500, "sinks": True}),
+    ],
+)
+def test_long_first_changes_no_bit(
+    heads: str, dtype: torch.dtype, more: dict[str, Any], config: str, dev: torch.device
+) -> None:
+    rng = random.Random(f"{heads}-{config}")
+    for batch in (1, 2, 17, 32, 33, 64, 200, 256):
+        for kind in ("mixed", "equal", "random", "zeros"):
+            contexts = lengths_of(kind, batch, rng)
+            problem = paged_problem(contexts, heads, dtype, max_context=1500, lse=True, **more)
+            inputs = SPEC.make_inputs(problem, dev)
+            plain, ordered = (
+                SPEC.launch(
+                    **inputs,
+                    out=torch.full_like(inputs["q"], torch.nan),
+                    config=with_config(problem, {**CONFIGS[config], "LONG_FIRST": long_first}),
+                )
+                for long_first in (False, True)
+            )
+            what = f"{kind} lengths of {batch} sequences"
+            assert all(torch.equal(a, b) for a, b in zip(plain, ordered, strict=True)), what
+            if batch <= 33:
+                assert_right(SPEC, inputs, ordered)
+            assert not ordered[0][inputs["context_lens"] == 0].any(), what
+
+
+@gpu
+@needs_sm90
+def test_one_sequence_more_than_long_first_takes(dev: torch.device) -> None:
+    problem = paged_problem([40, 700] * 128 + [3], "32/8x128", BF16)
+    assert not decode_config(problem, device.current())["LONG_FIRST"]
+    inputs = SPEC.make_inputs(problem, dev)
+    assert_right(SPEC, inputs, tensors_of(SPEC.launch(**inputs)))
+
+
+@gpu
+@needs_sm90
+def test_order_follows_lengths_under_a_graph(dev: torch.device) -> None:
+    """The lengths of a replay give its order, and a sequence's bits do not depend on them."""
+    problem = paged_problem([1500] * 40, "8/2x128", BF16, lse=True)
+    inputs = SPEC.make_inputs(problem, dev)
+    chosen = with_config(problem, {**CONFIGS["long-first"], "PDL": True})
+    inputs["out"] = torch.empty_like(inputs["q"])
+    SPEC.launch(**inputs, config=chosen)
+    graph = device.new_graph()
+    with device.capture(graph):
+        got = SPEC.launch(**inputs, config=chosen)
+    whole = None
+    rng = random.Random(0)
+    for i in range(6):
+        lengths = [1500] * 40 if i == 0 else [rng.randint(0, 1500) for _ in range(39)] + [1500]
+        inputs["context_lens"].copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        device.synchronize()
+        assert_right(SPEC, inputs, got)
+        whole = got[0][-1].clone() if whole is None else whole
+        assert torch.equal(got[0][-1], whole)
 
 
 @gpu

@@ -53,7 +53,7 @@ def test_why_unfit(changed: dict[str, Any], why: str | None) -> None:
 def config_of(head_dim: int = 128, block_size: int = 16, **changes: Any) -> Config:
     body = paged_attn_hopper.default_config(head_dim, block_size)
     rest = {"PACK_HEADS": False, "SPLITS": 1, "MIN_SHARE": 256, "PDL": False, "num_warps": 4}
-    rest |= {"variant": "hopper", "PEEL": False, "programs_per_core": 0}
+    rest |= {"variant": "hopper", "PEEL": False, "LONG_FIRST": False, "programs_per_core": 0}
     return {**rest, **body, **changes}
 
 

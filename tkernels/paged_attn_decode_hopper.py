@@ -10,7 +10,8 @@ than 8 heads make a tile of 16, more than 16 several tiles.
 Keys and values come as whole rows, pages apart (``cp.async``). Rows out of sight arrive as zeros:
 their scores are masked, but 0 * NaN would be NaN. The entries of the block table are asked for a
 step ahead, the first ones together with the length: which blocks a program has first depends on it
-only if the sequence is too short for all SPLITS.
+only if the sequence is too short for all SPLITS. With LONG_FIRST all lengths come first, and tell
+which sequence a program has (``paged_attn_order``).
 
 It is written in Gluon, where layouts say which warp has which keys.
 """
@@ -25,6 +26,7 @@ from tkernels import device
 from tkernels import flash_attn_hopper as flash
 from tkernels.device import Device, cdiv
 from tkernels.flash_attn_hopper import _capped
+from tkernels.paged_attn_order import _program_at
 from tkernels.paged_attn_quantized_hopper import (
     _let_next_kernel_start,
     _wait_for_earlier_kernels,
@@ -182,8 +184,9 @@ def _paged_attn_decode_hopper_kernel(
     SAME_STRIDES: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr, HAS_SOFTCAP: gl.constexpr, R: gl.constexpr, N: gl.constexpr,
     STAGES: gl.constexpr, W: gl.constexpr, SPLITS: gl.constexpr, MIN_SHARE: gl.constexpr,
-    PDL: gl.constexpr,
+    LONG_FIRST: gl.constexpr, PDL: gl.constexpr,
 ):
+    # LONG_FIRST: 0, or E of _program_at.
     if PDL:
         _let_next_kernel_start()
     D: gl.constexpr = HEAD_DIM
@@ -209,8 +212,6 @@ def _paged_attn_decode_hopper_kernel(
     head0 = kv_head * PACK + within
     split = tile // (TILES * N_KV_HEADS) % SPLITS
     seq = tile // (TILES * N_KV_HEADS * SPLITS)
-    token = seq.to(gl.int64)
-    table_ptr += token * stride_tb
     k_at = k_ptr + kv_head.to(gl.int64) * stride_kh * 8
     v_at = v_ptr + kv_head.to(gl.int64) * stride_vh * 8
     k_s = gl.allocate_shared_memory(DTYPE, [STAGES, W, N, D], stored)
@@ -219,12 +220,20 @@ def _paged_attn_decode_hopper_kernel(
     if PDL:
         _wait_for_earlier_kernels()
 
-    context_len = gl.load(lens_ptr + seq)
+    if LONG_FIRST > 0:
+        per_split: gl.constexpr = TILES * N_KV_HEADS
+        seq, split, context_len = _program_at(
+            tile // per_split, lens_ptr, gl.num_programs(0) // (per_split * SPLITS), window,
+            LONG_FIRST, BLOCK_SIZE, SPLITS, MIN_SHARE, HAS_WINDOW)
+    else:
+        context_len = gl.load(lens_ptr + seq)
+    token = seq.to(gl.int64)
+    table_ptr += token * stride_tb
     low, base = context_len * 0, context_len * 0
     if HAS_WINDOW:
         low = gl.maximum(context_len - window, 0)
         base = low // BLOCK_SIZE * BLOCK_SIZE
-    else:  # as if all SPLITS had a share
+    elif LONG_FIRST == 0:  # as if all SPLITS had a share
         ahead = _first_pages(
             split * G, SPLITS * G, w, table_ptr, last_column, BLOCK_SIZE, N, STAGES, True)
     q = _queries(q_ptr + token * stride_qt * 8, head0, PACK - within, stride_qh, W, R, D, right)
@@ -238,9 +247,9 @@ def _paged_attn_decode_hopper_kernel(
             first += (gl.maximum((low - base) // G - split, 0) + used - 1) // used * used
         steps = gl.maximum(end - first + used - 1, 0) // used
         pos, stride = base + first * G, used * G
-        if HAS_WINDOW:
+        if HAS_WINDOW or LONG_FIRST > 0:
             ahead = _first_pages(
-                pos, stride, w, table_ptr, last_column, BLOCK_SIZE, N, STAGES, False)
+                pos, stride, w, table_ptr, last_column, BLOCK_SIZE, N, STAGES, not HAS_WINDOW)
         elif SPLITS > 1:  # noqa: SIM102 (what is known at compile time stands alone)
             if used < SPLITS:
                 ahead = _first_pages(

@@ -37,6 +37,7 @@ from tkernels import (
     flash_attn_hopper,
     paged_attn_decode_hopper,
     paged_attn_hopper,
+    paged_attn_order,
 )
 from tkernels.attention_cases import (
     PAGED_CASES,
@@ -566,6 +567,8 @@ def _plan(
             config=cfg, max_programs=max_programs)
 
     variant = cfg.pop("variant")
+    if variant != "hopper_decode":
+        cfg.pop("LONG_FIRST", None)
     if variant == "portable":
         return portable(cfg)
     if variant == "hopper_decode":
@@ -580,7 +583,7 @@ def _plan(
     # fmt: on
     problem = dict(zip(SPEC.problem_fields, values, strict=True))
     other = _portable_config(problem, device.current())
-    del other["variant"], other["programs_per_core"]
+    del other["variant"], other["programs_per_core"], other["LONG_FIRST"]
     return _by_address(hopper, portable(other))
 
 
@@ -784,6 +787,7 @@ def _bind_decode(
         W=config["num_warps"],
         SPLITS=splits,
         MIN_SHARE=config["MIN_SHARE"],
+        LONG_FIRST=paged_attn_order.lanes_of(n_tokens) if config["LONG_FIRST"] else 0,
         PDL=config["PDL"],
         num_warps=config["num_warps"],
         **options,
@@ -1019,6 +1023,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         space["SPLITS"] = sorted({*space["SPLITS"], *paged_attn_hopper.SPLITS})
     return {
         **space,
+        "LONG_FIRST": [False, True] if dev.arch == "sm90" else [False],
         "PDL": [False, True] if _has_pdl(dev) else [False],
         "num_warps": [1, 2, 4, 8],
         "num_stages": [1, 2, 3, 4, 5, 6],
@@ -1051,6 +1056,9 @@ def decode_config(problem: Problem, dev: Device) -> Config:
     A core holds 192 KB of keys and values on their way, of 4 warps with 3 steps of 32 keys each.
     Where a tile is all that a core has, its keys are shared by the warps of one program, and
     nothing is left to combine; where there are fewer, by programs.
+
+    Where tiles are more than cores, programs with most keys come first: finding them costs a
+    program one load that the others wait for.
     """
     p = problem
     tiles = paged_attn_decode_hopper.tiles_of(p["batch"], p["num_heads"], p["num_kv_heads"])
@@ -1070,6 +1078,7 @@ def decode_config(problem: Problem, dev: Device) -> Config:
         "BLOCK_N": 16 if group > 8 else 32,
         "SPLITS": splits,
         "MIN_SHARE": share,
+        "LONG_FIRST": tiles > dev.num_cores and 1 < p["batch"] <= paged_attn_order.MOST_SEQUENCES,
         "PDL": True,
         "num_warps": warps,
         "num_stages": stages,
@@ -1159,6 +1168,7 @@ def _portable_config(problem: Problem, dev: Device) -> Config:
         "BLOCK_N": block_n,
         "PEEL": block_m >= 64 and p["window"] is None,
         "programs_per_core": 0,
+        "LONG_FIRST": False,
         "PDL": _has_pdl(dev),
         "num_warps": warps,
         "num_stages": stages,
@@ -1193,6 +1203,7 @@ _HOPPER: Config = {
     "PACK_HEADS": False,
     "PEEL": False,
     "SPLITS": 1,
+    "LONG_FIRST": False,
     "programs_per_core": 0,
     "PDL": False,
     "num_warps": 4,
@@ -1231,6 +1242,9 @@ def _why_not_decode(config: Config, problem: Problem, dev: Device) -> str | None
         return f"variant hopper_decode has {', '.join(wrong)}"
     if config["SPLITS"] < 1 or config["MIN_SHARE"] < 1:
         return "SPLITS and MIN_SHARE must be 1 or more"
+    if config["LONG_FIRST"] and problem["batch"] > paged_attn_order.MOST_SEQUENCES:
+        most = paged_attn_order.MOST_SEQUENCES
+        return f"LONG_FIRST needs a batch of {most} at most, got {problem['batch']}"
     return paged_attn_decode_hopper.why_illegal(config, problem["head_dim"], dev)
 
 
@@ -1241,6 +1255,8 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return _why_not_decode(config, problem, dev)
     if config["variant"] != "portable":
         return f"variant must be portable, hopper or hopper_decode, got {config['variant']!r}"
+    if config.get("LONG_FIRST"):
+        return "LONG_FIRST needs variant hopper_decode"
     m, n, block_size = config["BLOCK_M"], config["BLOCK_N"], problem["block_size"]
     for name in ("BLOCK_M", "BLOCK_N"):
         if config[name] < 16 or config[name] & (config[name] - 1):

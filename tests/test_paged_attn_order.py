@@ -1,0 +1,130 @@
+"""The order of programs of the Hopper bodies for decode: each place once, most keys first."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from tests.plain_gluon import Block, Int, block
+from tkernels import paged_attn_order
+from tkernels.device import cdiv
+
+KINDS = ("mixed", "equal", "random", "few-long", "zeros")
+
+
+@pytest.fixture
+def program_at(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``_program_at`` as plain Python, that takes lengths for a pointer."""
+
+    def load(at: Any, mask: Block, other: int) -> Block:
+        lens, seqs = at
+        return block(torch.where(mask, lens[torch.where(mask, seqs, 0).long()], other))
+
+    class Lengths:
+        def __init__(self, lens: list[int]) -> None:
+            self.lens = torch.tensor(lens, dtype=torch.int32)
+
+        def __add__(self, seqs: torch.Tensor) -> Any:
+            return self.lens, seqs
+
+    def where(condition: Any, a: Any, b: Any) -> Any:
+        if isinstance(condition, torch.Tensor):
+            return block(torch.where(condition, a, b))
+        return a if condition else b
+
+    def least(a: Any, b: Any) -> Any:
+        return a.clamp(max=b) if isinstance(a, torch.Tensor) else Int(min(a, b))
+
+    def most(a: Any, b: Any) -> Any:
+        return a.clamp(min=b) if isinstance(a, torch.Tensor) else Int(max(a, b))
+
+    gl = types.SimpleNamespace(
+        float32=torch.float32, int32=torch.int32, BlockedLayout=lambda *args: None,
+        num_warps=lambda: 2, static_range=range, load=load, where=where, minimum=least,
+        maximum=most, sum=lambda t, axis: Int(t.sum()), max=lambda t, axis: Int(t.max()),
+        arange=lambda first, end, layout: block(torch.arange(first, end, dtype=torch.int32)),
+        associative_scan=lambda t, axis, add: block(t.cumsum(0)),
+    )  # fmt: skip
+    monkeypatch.setattr(paged_attn_order, "gl", gl)
+    halvings = getattr(paged_attn_order._HALVINGS, "value", paged_attn_order._HALVINGS)
+    monkeypatch.setattr(paged_attn_order, "_HALVINGS", halvings)
+    for name in ("_add", "_shares"):
+        made = getattr(paged_attn_order, name)
+        monkeypatch.setattr(paged_attn_order, name, getattr(made, "fn", made))
+    kernel = paged_attn_order._program_at
+
+    def run(
+        place: int, lens: list[int], splits: int, share: int, window: int | None
+    ) -> tuple[int, ...]:
+        lanes = paged_attn_order.lanes_of(len(lens))
+        has_window = window is not None
+        return tuple(
+            getattr(kernel, "fn", kernel)(
+                Int(place), Lengths(lens), len(lens), window, lanes, 16, splits, share, has_window
+            )
+        )
+
+    return run
+
+
+def lengths(kind: str, batch: int, rng: random.Random) -> list[int]:
+    if kind == "mixed":
+        return [(128, 8192)[i % 2] for i in range(batch)]
+    if kind == "equal":
+        return [rng.choice((1, 5, 4096))] * batch
+    if kind == "random":
+        return [rng.randint(0, 9000) for _ in range(batch)]
+    if kind == "few-long":
+        return [rng.choice((0, 3, 20, 20, 33, 20000)) for _ in range(batch)]
+    return [0] * batch
+
+
+def shares(context: int, splits: int, share: int, window: int | None) -> tuple[int, int]:
+    """(keys from the first block in sight on, splits that they are dealt to)."""
+    keys = context if window is None else context - max(context - window, 0) // 16 * 16
+    return keys, min(max(cdiv(keys, share), 1), splits)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(
+    ("batch", "splits", "share"),
+    [(1, 1, 64), (1, 4, 100), (2, 3, 100), (17, 8, 2048), (33, 3, 100), (64, 4, 2048),
+     (256, 2, 2048)],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_program_has_one_place(
+    kind: str, batch: int, splits: int, share: int, window: int | None, program_at: Any
+) -> None:
+    rng = random.Random(f"{kind}-{batch}-{splits}-{window}")
+    lens = lengths(kind, batch, rng)
+    facts = [shares(n, splits, share, window) for n in lens]
+    total = sum(used for _, used in facts)
+    found = [program_at(place, lens, splits, share, window) for place in range(batch * splits)]
+    assert [split for _, split, _ in found[total:]] == [splits] * (batch * splits - total)
+    assert all(0 <= seq < batch for seq, _, _ in found)
+    there = [(seq, split) for seq, split, _ in found[:total]]
+    expected = {(seq, split) for seq, (_, used) in enumerate(facts) for split in range(used)}
+    assert len(there) == len(set(there))
+    assert set(there) == expected
+    assert all(context == lens[seq] for seq, _, context in found[:total])
+    # Splits of a sequence are neighbours, in order.
+    for before, after in itertools.pairwise(there):
+        assert (after[0] == before[0] and after[1] == before[1] + 1) or after[1] == 0
+    # Most keys first, to a sixteenth of the most; alike ones by number.
+    each = [facts[seq][0] // facts[seq][1] for seq, _ in there]
+    step = math.ceil((max(each) + 1) / 16)
+    assert all(after < before + step for before, after in itertools.pairwise(each))
+    if kind == "equal":
+        assert there == sorted(expected)
+    if kind == "mixed":
+        assert each == sorted(each, reverse=True)
+
+
+def test_lanes() -> None:
+    assert [paged_attn_order.lanes_of(n) for n in (1, 32, 33, 64, 256)] == [32, 32, 64, 64, 256]
