@@ -99,6 +99,17 @@ def test_why_illegal(changed: Config, why: str) -> None:
     assert why in str(SPEC.why_illegal({**config, **changed}, problem, SM90))
 
 
+def test_what_long_first_needs() -> None:
+    for batch, why in ((256, None), (257, "a batch of 256 at most, got 257")):
+        problem = problem_of([64] * batch, "32/8x128", BF16, "int8")
+        config = {**SPEC.default_config(problem, SM90), "LONG_FIRST": True}
+        said = SPEC.why_illegal(config, problem, SM90)
+        assert said is None if why is None else why in str(said)
+    static = problem_of([64] * 64, "32/8x128", BF16, "int8_static")
+    config = {**SPEC.default_config(static, SM90), "LONG_FIRST": True}
+    assert SPEC.why_illegal(config, static, SM90) == "LONG_FIRST needs variant hopper"
+
+
 # In a process of its own: here Triton is an interpreter, there it must compile.
 CHILD = """
 import dataclasses, json
@@ -192,6 +203,7 @@ def test_random_problems_and_configs(seed: int, dev: torch.device) -> None:
             "num_stages": rng.choice((2, 3, 4)),
             "SPLITS": rng.choice((1, 2, 3, 8)),
             "MIN_SHARE": rng.choice((16, 64, 128)),
+            "LONG_FIRST": rng.random() < 0.5,
             "PDL": rng.random() < 0.5,
         }
         assert SPEC.why_illegal(config, problem, device.current()) is None
@@ -211,6 +223,37 @@ def hopper_config(problem: dict[str, Any]) -> Config:
 
 def many(mode: str = "int8_fp4", **more: Any) -> dict[str, Any]:
     return problem_of([130, 1000, 64, 7] * 10, "8/2x128", BF16, mode, **more)
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize(
+    ("heads", "mode", "more"),
+    [("4/2x64", "int8", {"window": 40}), ("8/2x128", "int8_fp4", {"sinks": True})],
+)
+def test_long_first_changes_no_bit(
+    heads: str, mode: str, more: dict[str, Any], splits: int, dev: torch.device
+) -> None:
+    rng = random.Random(splits)
+    for batch in (1, 17, 33, 256):
+        for lengths in ((20, 1500), (700,), (0, 0, 1500), range(1501)):
+            contexts = [lengths[i % len(lengths)] for i in range(batch)]
+            if len(lengths) > 3:
+                contexts = [rng.choice(lengths) for _ in range(batch)]
+            problem = problem_of(contexts, heads, BF16, mode, max_context=1500, lse=True, **more)
+            inputs = SPEC.make_inputs(problem, dev)
+            config = {**hopper_config(problem), "SPLITS": splits, "MIN_SHARE": 64}
+            plain, ordered = (
+                SPEC.launch(
+                    **inputs,
+                    out=torch.full_like(inputs["q"], torch.nan),
+                    config={**config, "LONG_FIRST": long_first},
+                )
+                for long_first in (False, True)
+            )
+            assert all(torch.equal(a, b) for a, b in zip(plain, ordered, strict=True)), contexts
+            assert not ordered[0][inputs["context_lens"] == 0].any(), contexts
 
 
 @gpu

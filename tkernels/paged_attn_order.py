@@ -87,6 +87,13 @@ def _program_at(
 # fmt: on
 
 
+def why_unfit(batch: int) -> str | None:
+    """Reason why a batch of so many sequences cannot be put in order; None: it can."""
+    if batch <= MOST_SEQUENCES:
+        return None
+    return f"LONG_FIRST needs a batch of {MOST_SEQUENCES} at most, got {batch}"
+
+
 def lanes_of(batch: int) -> int:
     """E of ``_program_at``."""
     return max(32, next_power_of_2(batch))

@@ -35,6 +35,7 @@ from tkernels import flash_attn_hopper as flash
 from tkernels.device import Device
 from tkernels.flash_attn_hopper import _capped
 from tkernels.kv_format import NO_SLOT
+from tkernels.paged_attn_order import _program_at
 from tkernels.registry import Config, Problem
 
 if TYPE_CHECKING:
@@ -464,8 +465,10 @@ def _paged_attn_quantized_hopper_kernel(
     BLOCK_SIZE: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RESIDUAL_BLOCK: gl.constexpr,
     MANTISSA: gl.constexpr, R: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    LIST: gl.constexpr, SPLITS: gl.constexpr, MIN_SHARE: gl.constexpr, PDL: gl.constexpr,
+    LIST: gl.constexpr, SPLITS: gl.constexpr, MIN_SHARE: gl.constexpr, LONG_FIRST: gl.constexpr,
+    PDL: gl.constexpr,
 ):
+    # LONG_FIRST: 0, or E of _program_at.
     if PDL:
         _wait_for_earlier_kernels()
         _let_next_kernel_start()
@@ -485,7 +488,12 @@ def _paged_attn_quantized_hopper_kernel(
     kv_head = tile % H
     split = tile // H % SPLITS
     seq = tile // (H * SPLITS)
-    context_len = gl.load(lens_ptr + seq)
+    if LONG_FIRST > 0:
+        seq, split, context_len = _program_at(
+            tile // H, lens_ptr, gl.num_programs(0) // (H * SPLITS), window, LONG_FIRST,
+            BLOCK_SIZE, SPLITS, MIN_SHARE, HAS_WINDOW)
+    else:
+        context_len = gl.load(lens_ptr + seq)
     low, base = context_len * 0, context_len * 0
     if HAS_WINDOW:
         low = gl.maximum(context_len - window, 0)

@@ -1242,9 +1242,8 @@ def _why_not_decode(config: Config, problem: Problem, dev: Device) -> str | None
         return f"variant hopper_decode has {', '.join(wrong)}"
     if config["SPLITS"] < 1 or config["MIN_SHARE"] < 1:
         return "SPLITS and MIN_SHARE must be 1 or more"
-    if config["LONG_FIRST"] and problem["batch"] > paged_attn_order.MOST_SEQUENCES:
-        most = paged_attn_order.MOST_SEQUENCES
-        return f"LONG_FIRST needs a batch of {most} at most, got {problem['batch']}"
+    if config["LONG_FIRST"] and (why := paged_attn_order.why_unfit(problem["batch"])):
+        return why
     return paged_attn_decode_hopper.why_illegal(config, problem["head_dim"], dev)
 
 

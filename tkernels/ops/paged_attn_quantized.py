@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from tkernels import attention, check, device, paged_attn_quantized_hopper
+from tkernels import attention, check, device, paged_attn_order, paged_attn_quantized_hopper
 from tkernels.check import check_contiguous, check_dtype, check_shape, check_tensor, describe
 from tkernels.config import planned, resolve
 from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
@@ -770,7 +770,7 @@ def _plan(*given: Any, config: Config | None) -> Callable[..., None] | None:
               "q" in options, static, residual_block, q.dtype)
     # fmt: on
     cfg, max_programs = resolve(SPEC, values, config)
-    cfg = {"variant": "portable", "PDL": False, **cfg}
+    cfg = {"variant": "portable", "LONG_FIRST": False, "PDL": False, **cfg}
     facts = {
         "N_HEADS": n_heads,
         "HEAD_DIM": head_dim,
@@ -849,7 +849,7 @@ def _bind_portable(call: _Call, cfg: Config, max_programs: int) -> Callable[...,
     n_heads = facts["N_HEADS"]
     pack = n_heads // call.n_kv_heads if cfg["PACK_HEADS"] else 1
     row_tiles = cdiv(call.max_seqlen_q * pack, cfg["BLOCK_M"])
-    cfg = dict(cfg)
+    cfg = {name: value for name, value in cfg.items() if name != "LONG_FIRST"}
     warps = cfg.pop("outlier_warps", 0)
     splits, outlier_splits = cfg["SPLITS"], cfg["OUTLIER_SPLITS"]
     tiles = call.batch * row_tiles * (n_heads // pack)
@@ -919,6 +919,7 @@ def _bind_hopper(call: _Call, cfg: Config, max_programs: int) -> Callable[..., N
         LIST=paged_attn_quantized_hopper.LIST,
         SPLITS=cfg["SPLITS"],
         MIN_SHARE=cfg["MIN_SHARE"],
+        LONG_FIRST=paged_attn_order.lanes_of(call.batch) if cfg["LONG_FIRST"] else 0,
         PDL=cfg["PDL"],
         num_warps=1,
         **_launch_options(cfg),
@@ -1080,6 +1081,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         space["variant"] = ["portable", "hopper"]
     return {
         **space,
+        "LONG_FIRST": [False, True] if dev.arch == "sm90" else [False],
         "PDL": [False, True] if _has_pdl(dev) else [False],
         "num_warps": [1, 2, 4, 8],
         "outlier_warps": [1, 2, 4, 8],
@@ -1114,6 +1116,7 @@ def _default_config(problem: Problem, dev: Device) -> Config:
         "BLOCK_N": 64 if residuals and tiles < dev.num_cores else 32,
         "SPLITS": max(1, min(programs // tiles, 64, cdiv(_most_keys(problem), 128))),
         "MIN_SHARE": 128,
+        "LONG_FIRST": False,
         "PDL": True,
         "num_stages": 2 if residuals else 3,
     }
@@ -1158,6 +1161,7 @@ def _portable_config(problem: Problem, dev: Device) -> Config:
         **config,
         "BLOCK_N": block_n,
         "programs_per_core": 0,
+        "LONG_FIRST": False,
         "PDL": _has_pdl(dev),
         "num_warps": warps,
         "outlier_warps": 4,
@@ -1178,6 +1182,8 @@ def _why_not_hopper(config: Config, problem: Problem, dev: Device) -> str | None
         return f"variant hopper has {', '.join(wrong)}"
     if config["SPLITS"] < 1 or config["MIN_SHARE"] < 1:
         return "SPLITS and MIN_SHARE must be 1 or more"
+    if config["LONG_FIRST"] and (why := paged_attn_order.why_unfit(problem["batch"])):
+        return why
     return paged_attn_quantized_hopper.why_illegal(config, problem["head_dim"], dev)
 
 
@@ -1187,6 +1193,8 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return _why_not_hopper(config, problem, dev)
     if variant != "portable":
         return f"variant must be portable or hopper, got {variant!r}"
+    if config.get("LONG_FIRST"):
+        return "LONG_FIRST needs variant hopper"
     m, n, block_size = config["BLOCK_M"], config["BLOCK_N"], problem["block_size"]
     for name in ("BLOCK_M", "BLOCK_N", "CHUNK", "LIST"):
         if config[name] < 16 or config[name] & (config[name] - 1):
