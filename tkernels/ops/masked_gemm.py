@@ -27,7 +27,8 @@ bits, int32 or fp32) in a workspace, and a second kernel adds these in order.
 instruction takes 64 rows and more, and x the right one, of which it takes 8. ``variant`` "tma"
 reads through tensor maps, "hopper" is another body for large tiles (``masked_gemm_hopper``), "few"
 one for few rows, all in int8 (``masked_gemm_few``), "rows" one for several (``masked_gemm_rows``),
-"stream" one for up to 64 that is as wide as all cores together (``masked_gemm_stream``).
+"stream" one for up to 64 that is as wide as all cores together (``masked_gemm_stream``), "narrow"
+the same with weights as the left operand (``masked_gemm_narrow``).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from tkernels import (
     device,
     masked_gemm_few,
     masked_gemm_hopper,
+    masked_gemm_narrow,
     masked_gemm_rows,
     masked_gemm_stream,
     w4a16_gemm_hopper,
@@ -558,7 +560,8 @@ def _plan(
         few = bind_few((m, n, k), facts, strides, cfg, max_programs)
         run = _by_address(few, bound(other, max_programs))
     else:
-        described = {"hopper": _bind_hopper, "stream": _bind_stream}.get(cfg["variant"], _bind)
+        bodies = {"hopper": _bind_hopper, "stream": _bind_stream, "narrow": _bind_narrow}
+        described = bodies.get(cfg["variant"], _bind)
         fast = described((m, n, k), facts, strides, n_words, cfg, max_programs)
         run = _by_address(fast, bound({**cfg, **_plain_threads(cfg)}, max_programs))
     return _quantizing(run) if path != "high" and x_q is None else run
@@ -572,6 +575,7 @@ def _plain_threads(config: Config) -> Config:
     threads: dict[str, Config] = {
         "hopper": {"num_warps": 8, "num_stages": 3},
         "stream": {"BLOCK_N": 64, "num_stages": 2},  # a tile's width makes no difference to a sum
+        "narrow": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128, "num_stages": 2},  # sums are exact
     }
     return {"variant": "portable", **threads.get(config["variant"], {})}
 
@@ -825,6 +829,33 @@ def _bind_stream(
     return run
 
 
+def _bind_narrow(
+    sizes: tuple[int, int, int],
+    facts: dict[str, bool],
+    strides: tuple[int, ...],
+    n_words: int,
+    config: Config,
+    max_programs: int,
+) -> _Run:
+    """The same for ``masked_gemm_narrow``, which has int8 alone."""
+    m, n, _ = sizes
+    splits, of = config["SPLIT_K"], (strides[0], strides[1], strides[4])
+    multiply = masked_gemm_narrow.bind(sizes, facts["HAS_BIAS"], of, config)
+    add, add_numbers = _bind_adding_rows(sizes, facts, strides[4], config)
+
+    def run(*tensors: Any) -> None:
+        out, given = _stood_in(True, *tensors)
+        w, x_q, _, _, ws, xs, bias, *_ = given
+        part = out
+        if splits > 1:
+            part = torch.empty(splits * m * n, dtype=torch.int32, device=out.device)
+        multiply(w, x_q, ws, xs, bias, out, part)
+        if add is not None:
+            add(ws, xs, bias, out, part, *add_numbers)
+
+    return run
+
+
 def _bind_adding_rows(
     sizes: tuple[int, int, int], facts: dict[str, bool], stride_o: int, config: Config
 ) -> tuple[Callable[..., None] | None, tuple[int, ...]]:
@@ -993,7 +1024,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     if _has_tma(dev):
         space["variant"] = ["portable", "tma"]
     if dev.arch == "sm90":
-        space["variant"] += ["hopper", "few", "rows", "stream"]
+        space["variant"] += ["hopper", "few", "rows", "stream", "narrow"]
         space["BLOCK_M"] = [8, *space["BLOCK_M"]]
         space["BLOCK_N"] = sorted({*space["BLOCK_N"], *masked_gemm_stream.PARTS})
         space["programs_per_core"] = [0, 1, 2, 3, 4, 6]
@@ -1075,7 +1106,7 @@ def _portable_config(problem: Problem, dev: Device) -> Config:
     return config
 
 
-_VARIANTS = ("portable", "tma", "hopper", "few", "rows", "stream")
+_VARIANTS = ("portable", "tma", "hopper", "few", "rows", "stream", "narrow")
 # What the Hopper body has no choice of.
 _HOPPER: Config = {
     "variant": "hopper",
@@ -1109,6 +1140,9 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if config["variant"] == "stream":
         unfit = masked_gemm_stream.why_unfit(problem, dev)
         return unfit or masked_gemm_stream.why_illegal(config, problem, dev)
+    if config["variant"] == "narrow":
+        unfit = masked_gemm_narrow.why_unfit(problem, dev)
+        return unfit or masked_gemm_narrow.why_illegal(config, problem, dev)
     for name, least in (("BLOCK_M", 16), ("BLOCK_N", 16), ("BLOCK_K", 32)):
         if config[name] < least or config[name] & (config[name] - 1):
             return f"{name} must be a power of two from {least} on, got {config[name]}"
