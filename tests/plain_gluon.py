@@ -159,7 +159,8 @@ class Machine:
             full=lambda shape, value, dtype, layout: block(torch.full(shape, value, dtype=dtype)),
             program_id=lambda axis: Int(self.program),
             where=_where, minimum=_least, maximum=_most,
-            sum=lambda t, axis: Int(t.sum()), convert_layout=lambda t, layout: t,
+            sum=_sum, reshape=lambda t, shape: t.reshape(shape),
+            convert_layout=lambda t, layout: t,
             load=self._load, store=self._store, allocate_shared_memory=self._allocate,
         )  # fmt: skip
         for module in modules:
@@ -247,8 +248,8 @@ class Machine:
         assert to.dtype == desc.base.dtype
         tile = torch.zeros(desc.block_shape, dtype=desc.base.dtype)
         source = desc.base.as_strided(desc.shape, desc.strides, desc.base.storage_offset())
-        part = source[at[0] : at[0] + tile.shape[0], at[1] : at[1] + tile.shape[1]]
-        tile[: part.shape[0], : part.shape[1]] = part
+        part = source[tuple(slice(i, i + n) for i, n in zip(at, tile.shape, strict=True))]
+        tile[tuple(slice(n) for n in part.shape)] = part
         to.view().view(torch.uint8).fill_(POISON)
         bar.coming.append((to, tile))
 
@@ -263,6 +264,10 @@ def _as(shared: Shared, dtype: Any, shape: list[int], layout: Any) -> Shared:
 
 def _deps(outstanding: int, deps: list[Any]) -> Any:
     return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def _sum(t: torch.Tensor, axis: int) -> Any:
+    return Int(t.sum()) if t.dim() == 1 else block(t.sum(axis, dtype=t.dtype))
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:

@@ -849,7 +849,7 @@ def _bind_narrow(
         part = out
         if splits > 1:
             part = torch.empty(splits * m * n, dtype=torch.int32, device=out.device)
-        multiply(w, x_q, ws, xs, bias, out, part)
+        multiply(w, w, x_q, ws, xs, bias, out, part)
         if add is not None:
             add(ws, xs, bias, out, part, *add_numbers)
 
