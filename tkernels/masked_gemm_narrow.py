@@ -121,7 +121,8 @@ def _put(
         parts = part_ptr + ((r + split.to(gl.int64) * n_rows) * n_cols)[None, :]
         gl.store(parts + n[:, None], gl.convert_layout(acc, lines), mask=there)
     else:
-        y = acc.to(gl.float32) * gl.convert_layout(x_scale, gl.SliceLayout(0, acc.type.layout))[None, :]
+        x_scale = gl.convert_layout(x_scale, gl.SliceLayout(0, acc.type.layout))
+        y = acc.to(gl.float32) * x_scale[None, :]
         y = y * scale[:, None]
         if HAS_BIAS:
             y = y + bias[:, None]
@@ -301,9 +302,9 @@ def _of_panels(matrix: tuple[int, int, int], box: tuple[int, int]) -> Callable[[
 def bind(
     sizes: tuple[int, int, int], has_bias: bool, strides: tuple[int, ...], config: Config
 ) -> Callable[..., None]:
-    """``launch(w, w, x_q, weight_scale, x_scale, bias, out, part)``; w comes for each part of a tile.
+    """``launch(w, w, x_q, weight_scale, x_scale, bias, out, part)``.
 
-    ``strides``: of w, x_q and out, in numbers. ``part``: int32 [SPLIT_K, m, n], where SPLIT_K is
+    w comes once for each part of a tile. ``strides``: of w, x_q and out, in numbers. ``part``: int32 [SPLIT_K, m, n], where SPLIT_K is
     more than 1.
     """
     m, n, k = sizes
