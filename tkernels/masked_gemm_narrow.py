@@ -272,9 +272,7 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         if config[name] not in values:
             return f"variant narrow has {name} of {values}, got {config[name]}"
     if 32 in PARTS[config["BLOCK_N"]] and config["BLOCK_K"] < 256:
-        return (
-            "variant narrow takes two panels of 32 outputs at a time: BLOCK_K must be 256 or more"
-        )
+        return "variant narrow takes 32 outputs of two panels: BLOCK_K must be 256 or more"
     if config["num_stages"] < 2:
         return f"variant narrow needs num_stages of 2 or more, got {config['num_stages']}"
     if not 1 <= config["SPLIT_K"] <= 64:
@@ -304,8 +302,8 @@ def bind(
 ) -> Callable[..., None]:
     """``launch(w, w, x_q, weight_scale, x_scale, bias, out, part)``.
 
-    w comes once for each part of a tile. ``strides``: of w, x_q and out, in numbers. ``part``: int32 [SPLIT_K, m, n], where SPLIT_K is
-    more than 1.
+    w comes once for each part of a tile. ``strides``: of w, x_q and out, in numbers. ``part``:
+    int32 [SPLIT_K, m, n], where SPLIT_K is more than 1.
     """
     m, n, k = sizes
     rows, block_n, splits = config["BLOCK_M"], config["BLOCK_N"], config["SPLIT_K"]
