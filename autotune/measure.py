@@ -60,7 +60,7 @@ def lay_out(spec: KernelSpec, problem: Problem) -> Bench:
     return Bench(spec, first, sets, truth_of(spec, first))
 
 
-def compile_only(bench: Bench, config: Config) -> dict[str, Any]:
+def compile_only(spec: KernelSpec, inputs: dict[str, Any], config: Config) -> dict[str, Any]:
     """Compile what ``config`` launches, and load it onto the device; nothing runs.
 
     Several processes may do so at once while another one times. Returns registers, spills and
@@ -76,7 +76,7 @@ def compile_only(bench: Bench, config: Config) -> dict[str, Any]:
     originals: list[Any] = []
     with replaced_run(compile_it) as original:
         originals.append(original)
-        bench.spec.launch(**bench.sets[0], config=config)
+        spec.launch(**inputs, config=config)
     return device.resources_of([one for one in compiled if one is not None])
 
 

@@ -188,14 +188,22 @@ def _launch_on_fakes(spec: KernelSpec, problem: Problem) -> None:
 
 def why_too_large(spec: KernelSpec, problem: Problem) -> str | None:
     """Why ``problem`` cannot be measured on this machine's device, or None; allocates nothing."""
-    memory = device.memory_bytes() or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        needed = 2 * input_bytes(spec, problem)  # and a copy, which the check works on
-    except RuntimeError:  # it makes inputs in a way that needs their values
+    if sets_that_fit(spec, problem) >= 2:  # the inputs and a copy, which the check works on
         return None
-    if needed <= memory:
-        return None
+    needed, memory = 2 * input_bytes(spec, problem), _memory_bytes()
     return f"it needs {needed / 2**30:.1f} GiB or more, got a device with {memory / 2**30:.1f}"
+
+
+def sets_that_fit(spec: KernelSpec, problem: Problem) -> int:
+    """How many sets of inputs the device has memory for, many if that is not known."""
+    try:
+        return _memory_bytes() // max(input_bytes(spec, problem), 1)
+    except RuntimeError:  # it makes inputs in a way that needs their values
+        return 2**31
+
+
+def _memory_bytes() -> int:
+    return device.memory_bytes() or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def input_bytes(spec: KernelSpec, problem: Problem) -> int:

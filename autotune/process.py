@@ -57,37 +57,47 @@ class Worker:
         self._modules = modules
         self._limit = limit
         self._task: Task | None = None
-        self._laid_out = False
+        self._opened = False
+        self.laid_out = False  # the problem that is open
         self._child: subprocess.Popen[bytes] | None = None
         self._log: Any = None
         self._answers = -1
         self._rest = b""
 
     def open(self, task: Task) -> None:
-        """From now on requests are about ``task``."""
-        self._task = task
-        self._laid_out = False
-        if self._child is not None and self._child.poll() is not None:
-            self.close()  # it died between two problems
-        if self._child is not None:
+        """From now on requests are about ``task``; what was laid out for another is freed.
+
+        Begins the process, if there is none, without waiting for it.
+        """
+        had_opened, self._task = self._opened, task
+        self._opened = self.laid_out = False
+        if self._child is None:
+            self._begin()
+        elif had_opened:
+            with contextlib.suppress(WorkerError):  # it is gone, and the next request begins anew
+                self._open_task()
+
+    def start(self) -> None:
+        """Wait until the process has imported, reached the device and opened the problem."""
+        if self._child is None:
+            self._begin()
+        if self._task is not None and not self._opened:
             self._open_task()
 
     def ask(self, what: str, *, limit: float | None = None, **request: Any) -> dict[str, Any]:
         """The worker's answer; raises ``WorkerError`` where there is none, or a bad one."""
-        if self._child is None:
-            self._start()
+        self.start()
         return self._send({"do": what, **request}, limit or self._limit)
 
-    def lay_out(self) -> None:
-        """Make the inputs and what is right for them, if that is not done. It uses the device."""
-        if self._child is None or not self._laid_out:
-            self.ask("lay_out", limit=START_LIMIT)
-            self._laid_out = True
+    def lay_out(self, what: str) -> None:
+        """``make_inputs``, or ``lay_out`` what measuring needs, too."""
+        self.ask(what, limit=START_LIMIT)
+        self.laid_out = True
 
     def close(self) -> None:
         """End the process; a later request starts another."""
         child, self._child = self._child, None
-        self._laid_out = False
+        self._opened = self.laid_out = False
         if child is None:
             return
         with contextlib.suppress(OSError):
@@ -102,7 +112,7 @@ class Worker:
 
     # ---- inside ----
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
         mine, its = os.pipe()
         self._log = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (closed in close)
         environment = device.child_environment(self._arch)
@@ -128,13 +138,16 @@ class Worker:
         finally:
             os.close(its)
         self._answers, self._rest = mine, b""
-        if self._task is not None:
-            self._open_task()
 
     def _open_task(self) -> None:
         assert self._task is not None
         problem = encode(self._task.problem)
-        self._send({"do": "open", "kernel": self._task.kernel, "problem": problem}, START_LIMIT)
+        try:
+            self._send({"do": "open", "kernel": self._task.kernel, "problem": problem}, START_LIMIT)
+        except WorkerError:
+            self.close()  # it must not answer for the problem before
+            raise
+        self._opened = True
 
     def _send(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
         child = self._child
@@ -217,14 +230,23 @@ def _started(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
     return _starter.submit(start).result()
 
 
+def alone_on(device_name: str) -> contextlib.AbstractContextManager[None]:
+    """Wait until no tuner of this host uses the device, and keep them out: to time."""
+    return _locked(device_name, fcntl.LOCK_EX)
+
+
+def beside_others_on(device_name: str) -> contextlib.AbstractContextManager[None]:
+    """Wait until no tuner of this host times on the device, and let none begin: to use it."""
+    return _locked(device_name, fcntl.LOCK_SH)
+
+
 @contextlib.contextmanager
-def alone_on(device_name: str) -> Iterator[None]:
-    """Wait until no other tuner of this host times on the device, and keep them out."""
+def _locked(device_name: str, how: int) -> Iterator[None]:
     name = "".join(c if c.isalnum() else "-" for c in device_name)
     path = Path(tempfile.gettempdir()) / f"tkernels-{os.getuid()}-{name}.lock"
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        fcntl.flock(handle, how)
         yield
     finally:
         os.close(handle)

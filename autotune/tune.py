@@ -14,8 +14,8 @@ from typing import Any
 
 import optuna
 
-from autotune import choose, search, store
-from autotune.process import Worker, WorkerError, alone_on
+from autotune import choose, problems, search, store
+from autotune.process import Worker, WorkerError, alone_on, beside_others_on
 from autotune.records import Answer, Outcome, Task, decode, label_of
 from autotune.search import Budget, Proposal, Search
 from autotune.space import Space
@@ -26,6 +26,8 @@ from tkernels.registry import Config, KernelSpec
 _BLOCKS = 8  # of a timing that is not stopped early
 _CHECKS = 3  # of the winner, after all that it ran
 _CAP = 3.0  # times slower than the best: not timed further
+_SETS_TO_MEASURE = 5  # of inputs too large for more copies; references and results among them
+_SETS_TO_COMPILE = 2  # for a moment
 _WAIT_S = 15  # after that it is said that others are waited for
 
 
@@ -37,11 +39,12 @@ class Setup:
     storage: optuna.storages.BaseStorage
     budget: Budget
     fingerprint: Mapping[str, Any]  # what two searches must share to be one study
-    workers: Sequence[Worker]
+    workers: Sequence[Worker]  # the first measures
     offline: bool = False
     sampler: str = "auto"
     seed: int = 0
     compile_limit: float = 300.0
+    measuring: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +151,7 @@ def tune(
     watch.begins(task, searching)
     for worker in setup.workers:
         worker.open(task)
+    setup = dataclasses.replace(setup, workers=_that_fit(spec, task, setup))
     _run(searching, setup, default, watch)
     outcome = stored_outcome(study, task, setup.budget)  # by another process that joined
     if outcome is None:
@@ -176,30 +180,52 @@ def stored_outcome(study: optuna.Study, task: Task, budget: Budget) -> Outcome |
 # ---- trials ------------------------------------------------------------------------------------
 
 
+def _that_fit(spec: KernelSpec, task: Task, setup: Setup) -> Sequence[Worker]:
+    """The workers to use: each that compiles makes its inputs, beside those of the first."""
+    if setup.offline or len(setup.workers) == 1:
+        return setup.workers
+    left = problems.sets_that_fit(spec, task.problem) - _SETS_TO_MEASURE
+    return setup.workers[: 1 + max(0, left) // _SETS_TO_COMPILE]
+
+
 def _run(searching: Search, setup: Setup, default: Config, watch: Watch) -> None:
-    """Try configs, one thread a worker, until the search is over."""
+    """Try configs until the search is over, one thread a worker.
+
+    Of several workers the first measures what the others have compiled, unless none measures.
+    """
     errors: list[BaseException] = []
 
     def work(worker: Worker) -> None:
+        while not errors and (proposal := _next_or_none(searching, watch)) is not None:
+            with store.alive(searching.study, proposal.trial):
+                answer = try_config(worker, proposal, searching, setup)
+            if errors and not answer.ok:
+                return  # it was let go
+            searching.tell(proposal, answer)
+            watch.tried(proposal, answer)
+            if proposal.config == default and not answer.ok:
+                raise DefaultFailedError(searching, f"{answer.kind}: {answer.message}")
+
+    def prepare(worker: Worker) -> None:
+        with setup.measuring, contextlib.suppress(WorkerError):  # told when a config needs it
+            _lay_out(worker)
+
+    def run(part: Callable[[Worker], None], worker: Worker) -> None:
         try:
-            while not errors and (proposal := _next_or_none(searching, watch)) is not None:
-                with store.alive(searching.study, proposal.trial):
-                    answer = try_config(worker, proposal, searching, setup)
-                if errors and not answer.ok:
-                    return  # it was let go
-                searching.tell(proposal, answer)
-                watch.tried(proposal, answer)
-                if proposal.config == default and not answer.ok:
-                    raise DefaultFailedError(searching, f"{answer.kind}: {answer.message}")
+            part(worker)
         except BaseException as error:
             errors.append(error)
             searching.stop()
 
     try:
         if len(setup.workers) == 1:
-            work(setup.workers[0])
+            run(work, setup.workers[0])
         else:
-            threads = [threading.Thread(target=work, args=(w,), daemon=True) for w in setup.workers]
+            parts = [work if setup.offline else prepare, *[work] * (len(setup.workers) - 1)]
+            threads = [
+                threading.Thread(target=run, args=args, daemon=True)
+                for args in zip(parts, setup.workers, strict=True)
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -229,22 +255,52 @@ def _next_or_none(searching: Search, watch: Watch) -> Proposal | None:
 
 
 def try_config(worker: Worker, proposal: Proposal, searching: Search, setup: Setup) -> Answer:
-    """Compile, check and time one config, or ask the model about it."""
+    """Compile, check and time one config, or ask the model about it.
+
+    A ``worker`` other than the one that measures compiles ahead: into the compiler's cache.
+    """
     config = proposal.config
     try:
         if setup.offline:
             got = worker.ask("estimate", config=config, limit=setup.compile_limit)
             return Answer("ok", ms=got["ms"], facts=got["facts"])
-        with alone_on(device.identity()):
-            worker.lay_out()
-        compiled = worker.ask("compile", config=config, limit=setup.compile_limit)
-        with alone_on(device.identity()):
-            worker.ask("check", config=config)
-            return _time(worker, proposal, searching, compiled["facts"])
+        measurer = setup.workers[0]
+        if worker is not measurer:
+            _compile_ahead(worker, config, setup)
+        with setup.measuring:
+            _lay_out(measurer)
+            compiled = measurer.ask("compile", config=config, limit=setup.compile_limit)
+            with alone_on(device.identity()):
+                measurer.ask("check", config=config)
+                return _time(measurer, proposal, searching, compiled["facts"])
     except WorkerError as failed:
         return Answer(failed.kind, failed.message)
     except optuna.exceptions.UpdateFinishedTrialError:  # another host took this one for lost
         return Answer("crashed", "its trial was failed by another tuner")
+
+
+def _compile_ahead(worker: Worker, config: Config, setup: Setup) -> None:
+    """Raises ``WorkerError`` where ``config`` does not compile.
+
+    What may be no fault of the config is left to the one that measures to find, or not.
+    """
+    try:
+        _lay_out(worker, "make_inputs")
+    except WorkerError:
+        return
+    try:
+        worker.ask("compile", config=config, limit=setup.compile_limit)
+    except WorkerError as failed:
+        if failed.kind != "out of memory":
+            raise
+
+
+def _lay_out(worker: Worker, what: str = "lay_out") -> None:
+    """Have ``worker`` ready for requests about configs; only what may disturb a timing waits."""
+    worker.start()
+    if not worker.laid_out:
+        with beside_others_on(device.identity()):
+            worker.lay_out(what)
 
 
 def _time(
@@ -333,8 +389,8 @@ def _choose(
     while True:
         winner = left[choose.by_samples([configs[i] for i in left], [samples[i] for i in left])]
         try:
+            _lay_out(worker)
             with alone_on(device.identity()):
-                worker.lay_out()
                 for _ in range(_CHECKS):
                     worker.ask("check", config=configs[winner])
             return winner, failed
@@ -352,8 +408,8 @@ def _duel(
     worker = setup.workers[0]
     while True:
         try:
+            _lay_out(worker)
             with alone_on(device.identity()):
-                worker.lay_out()
                 got = worker.ask(
                     "duel", configs=configs, rounds=choose.ROUNDS, limit=setup.compile_limit
                 )

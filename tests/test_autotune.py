@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,9 @@ from tkernels.registry import get
 
 pytest.importorskip("optuna", reason="the tuner needs optuna (tkernels[tune])")
 
-from autotune import fingerprint, store, target, tune
+from autotune import fingerprint, process, store, target, tune
 from autotune.__main__ import main
-from autotune.problems import bench_tasks
+from autotune.problems import bench_tasks, input_bytes
 from autotune.records import Answer, Task
 from autotune.search import Budget
 
@@ -119,6 +121,68 @@ def test_planted_faults_are_told_and_never_win(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["trials"] == row["trials"]
     assert "WRONG" not in again.stderr
     assert len(trials(tmp_path)) == row["trials"]
+
+
+@on_interpreter
+def test_workers_start_at_once_and_one_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies of one config, another takes its place, and the search goes on."""
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    monkeypatch.setitem(ENVIRONMENT, "WATCHED", str(notes))
+    done = autotune(tmp_path, "--kernel", "watched", "--import", "watched", "--jobs=3", "--json")
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert row["config"] == {"HOW": "fast"}
+    assert row["failures"] == {"crashed": 1, "does not run": 1}
+    assert "crashed: watched with {'HOW': 'dies when it is measured'}: signal" in done.stderr
+    told = [path.name.split(".")[:2] for path in notes.iterdir()]
+    assert not [pid for what, pid in told if what == "alone"]
+    begun, inputs, truths = (
+        sorted(pid for what, pid in told if what == name) for name in ("begun", "inputs", "truth")
+    )
+    assert inputs == begun
+    assert len(begun) == len(set(begun)) == 4
+    assert len(truths) == len(set(truths)) == 2
+
+
+def test_only_workers_are_used_whose_inputs_fit_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task = Task("rms_norm", CASE.name, CASE.problem, {}, "interpret")
+    workers: list[Any] = list(range(9))
+    setup = tune.Setup(device.current(), None, Budget(1), {}, workers)  # type: ignore[arg-type]
+    size = input_bytes(SPEC, CASE.problem)
+    for sets, used in ((100, 9), (15, 6), (7.5, 2), (6.5, 1), (1, 1)):
+        monkeypatch.setattr(device, "memory_bytes", lambda sets=sets: int(size * sets))
+        assert len(tune._that_fit(SPEC, task, setup)) == used
+    assert tune._that_fit(SPEC, task, dataclasses.replace(setup, offline=True)) == workers
+
+
+def test_who_times_is_alone_and_others_are_together() -> None:
+    inside: list[str] = []
+
+    def enter(how: Any, wait: float) -> threading.Thread:
+        def use() -> None:
+            with how("a device of the test"):
+                inside.append(how.__name__)
+
+        thread = threading.Thread(target=use, daemon=True)
+        thread.start()
+        thread.join(wait)
+        return thread
+
+    with process.beside_others_on("a device of the test"):
+        waiting = [enter(process.beside_others_on, 30), enter(process.alone_on, 0.3)]
+        assert inside == ["beside_others_on"]
+    for thread in waiting:
+        thread.join(30)
+    with process.alone_on("a device of the test"):
+        waiting = [enter(process.beside_others_on, 0.3)]
+        assert inside == ["beside_others_on", "alone_on"]
+    waiting[0].join(30)
+    assert inside[2:] == ["beside_others_on"]
 
 
 @pytest.mark.slow

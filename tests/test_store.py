@@ -21,6 +21,7 @@ pytest.importorskip("optuna", reason="the tuner needs optuna (tkernels[tune])")
 import optuna
 
 from autotune import export, store, tune
+from autotune.process import WorkerError
 from autotune.records import Answer, Outcome, Task, label_of
 from autotune.search import Budget, Search, new_sampler
 from tkernels import config, device
@@ -260,6 +261,45 @@ def test_a_trial_that_another_took_for_lost_does_not_end_the_search(tmp_path: Pa
     assert answer.kind == "crashed"
     search.tell(mine, answer)
     assert search.next() is not None
+
+
+@pytest.mark.parametrize(
+    ("at", "kind", "tried"),
+    [
+        ("lay_out", "out of memory", "ok"),
+        ("lay_out", "crashed", "ok"),
+        ("compile", "out of memory", "ok"),
+        ("compile", "crashed", "crashed"),
+        ("compile", "does not compile", "does not compile"),
+    ],
+)
+def test_what_may_be_no_fault_of_a_config_is_left_to_who_measures(
+    at: str, kind: str, tried: str, tmp_path: Path
+) -> None:
+    class Measures:
+        laid_out = True
+
+        def start(self) -> None: ...
+
+        def ask(self, what: str, **_: Any) -> dict[str, Any]:
+            return {"facts": {}, "ms": 1.0, "method": "graph"}
+
+    class Compiles(Measures):
+        laid_out = False
+
+        def lay_out(self, what: str) -> None:
+            if at == "lay_out":
+                raise WorkerError(kind, "planted")
+
+        def ask(self, what: str, **_: Any) -> dict[str, Any]:
+            raise WorkerError(kind, "planted")
+
+    search = search_in(tmp_path, 5)
+    proposal = search.next()
+    assert proposal is not None
+    workers: list[Any] = [Measures(), Compiles()]
+    setup = tune.Setup(device.current(), search.study._storage, search.budget, {}, workers)
+    assert tune.try_config(workers[1], proposal, search, setup).kind == tried
 
 
 def test_planned_is_what_there_is_where_all_is_tried(tmp_path: Path) -> None:

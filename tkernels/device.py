@@ -349,6 +349,12 @@ def synchronize() -> None:
         _backend().synchronize()
 
 
+def empty_cache() -> None:
+    """Give memory that no tensor holds back to the device: other processes may want it."""
+    if tensor_device().type != "cpu":
+        _backend().empty_cache()
+
+
 def timing_event() -> Any:
     """A device event that records time (``record()``, ``elapsed_time(other)`` in milliseconds)."""
     return _backend().Event(enable_timing=True)
