@@ -66,8 +66,8 @@ def parser() -> argparse.ArgumentParser:
         help="values of a config key to try; may be given again for other keys")
     add("--seed", type=int, default=0, metavar="N", help="of the sampler (0)")
     add("--jobs", type=int, metavar="N",
-        help="processes that compile at once; one of them times. Each starts on the device and "
-        "makes inputs there, one after the other, so many of them begin late (cores, at most 4)")
+        help="processes: one checks and times what the others compile, or does all if it is "
+        "alone; offline all compile (cores, at most 16; offline 4; interpreter 1)")
     add("--offline", action="store_true", help="ask compilers and a model, run nothing")
     add("--arch", metavar="NAME",
         help="another one, offline: sm90, ascend910b...; or interpret, to try the tuner")
