@@ -82,6 +82,41 @@ def test_why_illegal(changed: Config, why: str | None) -> None:
     assert said is None if why is None else why in str(said)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        # BLOCK_M, BLOCK_N, SPLIT_K, BLOCK_K, num_stages
+        ((1, 12288, 4096), (8, 96, 1, 512, 4)),
+        ((16, 12288, 4096), (16, 96, 1, 512, 3)),
+        ((16, 4096, 12288), (16, 32, 1, 512, 9)),
+        ((32, 4096, 12288), (32, 64, 2, 512, 4)),
+        ((64, 6144, 4096), (64, 64, 1, 512, 3)),
+        ((8, 6144, 4096), (8, 64, 1, 512, 6)),  # 96 programs and no parts, not 128 with parts
+        ((16, 2560, 9728), (16, 64, 3, 512, 5)),
+        ((16, 19456, 2560), (16, 192, 1, 256, 4)),
+        ((64, 12288, 4096), None),  # the streaming body's
+        ((65, 6144, 4096), None),
+        ((16, 151936, 4096), None),  # more tiles than cores
+        ((16, 12288, 4112), None),
+    ],
+)
+def test_what_the_default_is(sizes: tuple[int, int, int], expected: tuple[int, ...] | None) -> None:
+    problem = gemm_problem(*sizes)
+    chosen = SPEC.default_config(problem, SM90)
+    assert SPEC.why_illegal(chosen, problem, SM90) is None
+    names = ("BLOCK_M", "BLOCK_N", "SPLIT_K", "BLOCK_K", "num_stages")
+    if expected is None:
+        assert chosen["variant"] != "narrow"
+    else:
+        assert (chosen["variant"], *(chosen[name] for name in names)) == ("narrow", *expected)
+
+
+@pytest.mark.parametrize("sizes", [(m, n, k) for m in (1, 7, 64) for n, k in ((1, 128), (48, 256))])
+def test_the_default_of_small_ones_is_legal(sizes: tuple[int, int, int]) -> None:
+    problem = gemm_problem(*sizes)
+    assert SPEC.why_illegal(SPEC.default_config(problem, SM90), problem, SM90) is None
+
+
 PLAIN: list[tuple[tuple[int, int, int], Config]] = [
     ((16, 200, 1152), {"num_stages": 2}),  # ends within a tile, and within a step
     ((9, 100, 1024), {"BLOCK_N": 32, "BLOCK_K": 512, "num_stages": 2}),

@@ -57,9 +57,11 @@ def test_why_unfit(problem: Problem, why: str | None) -> None:
     ("sizes", "more", "splits"),
     [
         ((64, 12288, 4096), {}, 1),
-        ((17, 4096, 12288), {}, 3),
-        ((64, 6144, 4096), {}, 2),
-        ((16, 12288, 4096), {}, None),  # another body's
+        ((17, 4096, 12304), {}, 3),  # no multiple of 128 columns, as the narrow body needs
+        ((64, 6144, 4112), {}, 2),
+        ((64, 6144, 4096), {}, None),  # the narrow one's, as parts would have to be added
+        ((32, 12288, 4096), {}, None),
+        ((16, 12288, 4112), {}, None),  # another body's
         ((65, 12288, 4096), {}, None),
         ((64, 24576, 4096), {}, None),  # more tiles than cores
         ((64, 1024, 2048), {}, None),  # too few programs

@@ -1038,13 +1038,19 @@ def _space(dev: Device) -> dict[str, list[Any]]:
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
+    stream, narrow = masked_gemm_stream, masked_gemm_narrow
+    if problem["m"] in narrow.DEFAULT_ROWS and narrow.why_unfit(problem, dev) is None:
+        streaming = stream.default_config(problem, dev) if problem["m"] > 32 else None
+        if streaming is not None and streaming["SPLIT_K"] == 1:
+            return streaming
+        if (config := narrow.default_config(problem, dev)) is not None:
+            return config
     rows = masked_gemm_rows
     if problem["m"] in rows.DEFAULT_ROWS and rows.why_unfit(problem, dev) is None:
         config = rows.default_config(problem, dev)
         legal = rows.why_illegal(config, problem, dev) is None
         if legal and rows.is_default(problem, config, dev):
             return config
-    stream = masked_gemm_stream
     if problem["path"] == "int8" and problem["m"] in stream.DEFAULT_ROWS:
         streaming = stream.default_config(problem, dev)
         if streaming is not None and stream.why_unfit(problem, dev) is None:
