@@ -128,3 +128,18 @@ def test_each_program_has_one_place(
 
 def test_lanes() -> None:
     assert [paged_attn_order.lanes_of(n) for n in (1, 32, 33, 64, 256)] == [32, 32, 64, 64, 256]
+
+
+@pytest.mark.parametrize(
+    ("tiles", "keys", "at_once", "splits"),
+    [
+        (512, 4096, 396, 1),
+        (512, 8192, 396, 3),  # 1.94 turns where half of the sequences are long; 4 make 2.6
+        (512, 8192, 512, 4),
+        (2048, 40960, 396, 8),
+        (512, 16384, 396, 6),
+        (8, 6000, 396, 2),
+    ],
+)
+def test_splits(tiles: int, keys: int, at_once: int, splits: int) -> None:
+    assert paged_attn_order.splits_of(tiles, keys, at_once) == splits

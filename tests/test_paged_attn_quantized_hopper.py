@@ -58,26 +58,31 @@ def test_why_unfit_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "mode", "expected"),
+    ("batch", "keys", "mode", "expected"),
     [
-        (64, "int8", ("hopper", 32, 1, 3)),
-        (64, "int8_fp4", ("hopper", 32, 2, 2)),
-        (256, "int8_fp4", ("hopper", 32, 1, 2)),
-        (16, "int8", ("hopper", 32, 6, 3)),
-        (1, "int8_fp4", ("hopper", 64, 64, 2)),
-        (1, "int8", "portable"),
-        (64, "int8_static", "portable"),
+        # All at once, or in order; some may be long, and are shared out then.
+        (64, 4096, "int8", ("hopper", 32, 1, 3, False)),
+        (64, 4096, "int8_fp4", ("hopper", 32, 2, 2, False)),
+        (256, 4096, "int8_fp4", ("hopper", 32, 1, 2, True)),
+        (64, 8192, "int8", ("hopper", 32, 3, 3, True)),
+        (64, 8192, "int8_fp4", ("hopper", 32, 4, 2, True)),
+        (256, 8192, "int8_fp4", ("hopper", 32, 4, 2, True)),
+        (257, 8192, "int8", ("hopper", 32, 3, 3, False)),  # too many to be put in order
+        (16, 8192, "int8", ("hopper", 32, 6, 3, False)),
+        (1, 8192, "int8_fp4", ("hopper", 64, 64, 2, False)),
+        (1, 8192, "int8", "portable"),
+        (64, 8192, "int8_static", "portable"),
     ],
 )
-def test_what_the_default_is(batch: int, mode: str, expected: Any) -> None:
-    problem = problem_of([8192] * batch, "32/8x128", BF16, mode)
+def test_what_the_default_is(batch: int, keys: int, mode: str, expected: Any) -> None:
+    problem = problem_of([keys] * batch, "32/8x128", BF16, mode)
     for dev in (SM90, device.sm_facts(80), device.ascend_facts()):
         chosen = SPEC.default_config(problem, dev)
         assert dev.is_npu or SPEC.why_illegal(chosen, problem, dev) is None
         if dev is not SM90 or expected == "portable":
             assert chosen["variant"] == "portable"
         else:
-            names = ("variant", "BLOCK_N", "SPLITS", "num_stages")
+            names = ("variant", "BLOCK_N", "SPLITS", "num_stages", "LONG_FIRST")
             assert tuple(chosen[name] for name in names) == expected
 
 

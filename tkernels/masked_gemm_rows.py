@@ -35,8 +35,7 @@ else:
 # What this body has no choice of.
 FIXED: Config = {"variant": "rows", "GROUP_M": 1, "SWAP": False}
 # Rows for which this body may be the default, where the narrow one is unfit. Up to 8 it was not
-# timed; 32 and 64 take longer than
-# in the portable one.
+# timed; 32 and 64 take longer than in the portable one.
 DEFAULT_ROWS = range(9, 17)
 
 # fmt: off

@@ -10,6 +10,7 @@ the same, without shared memory or barriers. Where a result comes from changes, 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from tkernels import flash_attn_hopper as flash
@@ -92,6 +93,22 @@ def why_unfit(batch: int) -> str | None:
     if batch <= MOST_SEQUENCES:
         return None
     return f"LONG_FIRST needs a batch of {MOST_SEQUENCES} at most, got {batch}"
+
+
+def splits_of(tiles: int, keys: int, at_once: int) -> int:
+    """Into how many parts the keys of a sequence, at most ``keys``, go where tiles are many.
+
+    8 parts of 2048 keys at most, so that one long sequence among short ones is no straggler; a
+    quarter fewer where the programs of long ones fill the last turn of those that run ``at_once``
+    better.
+    """
+    most = 1 if keys <= 4096 else min(8, keys // 2048)
+
+    def filled(splits: int) -> float:
+        turns = tiles * splits / at_once
+        return round(turns / math.ceil(turns), 2)
+
+    return max(range(most - most // 4, most + 1), key=lambda splits: (filled(splits), splits))
 
 
 def lanes_of(batch: int) -> int:

@@ -1064,7 +1064,7 @@ def decode_config(problem: Problem, dev: Device) -> Config:
     tiles = paged_attn_decode_hopper.tiles_of(p["batch"], p["num_heads"], p["num_kv_heads"])
     keys, group = _most_keys(p), p["num_heads"] // p["num_kv_heads"]
     warps, stages, share = 2, 3, 2048
-    splits = 1 if keys <= 4096 else min(8, keys // 2048)
+    splits = paged_attn_order.splits_of(tiles, keys, 3 * dev.num_cores)
     if 2 * tiles <= dev.num_cores:
         warps, share = 1, 64
         most = min(4 * dev.num_cores // tiles, 64, cdiv(keys, share))

@@ -1111,12 +1111,17 @@ def _default_config(problem: Problem, dev: Device) -> Config:
         return _portable_config(problem, dev)
     # Programs at once: with residuals more, which wait longer, and hold more registers.
     programs = (8 if residuals and tiles >= dev.num_cores else 6) * dev.num_cores
+    keys = _most_keys(problem)
+    splits, share = max(1, min(programs // tiles, 64, cdiv(keys, 128))), 128
+    if tiles > dev.num_cores and keys > 4096:  # some may be much longer than others
+        splits, share = paged_attn_order.splits_of(tiles, keys, programs), 1024
+    in_order = tiles * splits <= programs or problem["batch"] > paged_attn_order.MOST_SEQUENCES
     return {
         **_HOPPER,
         "BLOCK_N": 64 if residuals and tiles < dev.num_cores else 32,
-        "SPLITS": max(1, min(programs // tiles, 64, cdiv(_most_keys(problem), 128))),
-        "MIN_SHARE": 128,
-        "LONG_FIRST": False,
+        "SPLITS": splits,
+        "MIN_SHARE": share,
+        "LONG_FIRST": not in_order,
         "PDL": True,
         "num_stages": 2 if residuals else 3,
     }
