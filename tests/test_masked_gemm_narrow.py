@@ -41,7 +41,7 @@ BASE: Config = {
     ("problem", "why"),
     [
         (gemm_problem(16, 48, 4096), None),
-        (gemm_problem(16, 48, 4096, path="masked"), "int8 rows alone, got path masked"),
+        (gemm_problem(16, 48, 4096, path="masked"), None),
         (gemm_problem(16, 48, 4112), "columns that divide by 128, got 4112"),
     ],
 )
@@ -115,6 +115,21 @@ def test_what_the_default_is(sizes: tuple[int, int, int], expected: tuple[int, .
 def test_the_default_of_small_ones_is_legal(sizes: tuple[int, int, int]) -> None:
     problem = gemm_problem(*sizes)
     assert SPEC.why_illegal(SPEC.default_config(problem, SM90), problem, SM90) is None
+
+
+@pytest.mark.parametrize("high_weight", [False, True])
+def test_rows_that_may_run_high_have_one_config(high_weight: bool) -> None:
+    """With a mask and with ``high=True``, which share a tuned one; also where none is streamed."""
+    for m in (1, 16, 64):
+        chosen = []
+        for path in ("masked", "high"):
+            problem = gemm_problem(m, 12288, 4096, path=path, high_weight=high_weight)
+            chosen.append(SPEC.default_config(problem, SM90))
+            assert chosen[-1]["variant"] == "narrow"
+            assert SPEC.why_illegal(chosen[-1], problem, SM90) is None
+            other = {**chosen[-1], "num_stages": 2}
+            assert "has one config" in str(SPEC.why_illegal(other, problem, SM90))
+        assert chosen[0] == chosen[1]
 
 
 PLAIN: list[tuple[tuple[int, int, int], Config]] = [
@@ -282,6 +297,39 @@ WAYS: dict[str, Config] = {
     "no part": {"SPLIT_K": 8, "num_stages": 2},  # some have no columns
 }
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("high_weight", [False, True], ids=["w8a16", "w16a16"])
+@pytest.mark.parametrize(
+    "sizes", [(1, 200, 1152), (16, 12288, 4096), (40, 300, 4096), (64, 96, 12288)]
+)
+def test_each_row_has_the_bits_of_its_own_way(
+    sizes: tuple[int, int, int], high_weight: bool, dev: torch.device
+) -> None:
+    """As without a mask where that is clear, as with ``high=True`` where set; in a graph too."""
+    problem = gemm_problem(*sizes, path="masked", high_weight=high_weight, bias=True)
+    inputs = {n: t for n, t in gemm_inputs(problem, dev).items() if n not in ("mask", "row_group")}
+    config = SPEC.default_config(problem, device.current())
+    assert config["variant"] == "narrow"
+    low = SPEC.launch(**inputs, config=config)
+    assert torch.equal(low, tkernels.reference.masked_gemm(**inputs))
+    high = SPEC.launch(**inputs, high=True, config=config)
+    assert not torch.equal(low, high)
+    group = torch.arange(sizes[0], dtype=torch.int32, device=dev) % 23
+    mask, out = torch.zeros(1, dtype=torch.int64, device=dev), torch.empty_like(low)
+    call = {**inputs, "mask": mask, "row_group": group, "out": out, "config": config}
+    SPEC.launch(**call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        SPEC.launch(**call)
+    for bits in (0, -1, 0b10011000000100010010001, 0):
+        mask.fill_(bits)
+        out.fill_(torch.nan)
+        graph.replay()
+        chosen = ((bits >> group.cpu()) & 1).bool().to(dev)
+        assert torch.equal(out, torch.where(chosen[:, None], high, low))
 
 
 @gpu

@@ -256,8 +256,6 @@ def _masked_gemm_narrow_kernel(
 
 def why_unfit(problem: Problem, dev: Device) -> str | None:
     """Reason why this body cannot serve such a problem, whatever the config; None: it can."""
-    if problem["path"] != "int8":
-        return f"variant narrow has int8 rows alone, got path {problem['path']}"
     if problem["k"] % 128:
         return f"variant narrow needs columns that divide by 128, got {problem['k']}"
     why = stream.why_unfit(problem, dev)
@@ -292,7 +290,7 @@ def default_config(problem: Problem, dev: Device) -> Config | None:
                 **FIXED, "BLOCK_M": r, "BLOCK_N": block_n, "BLOCK_K": block_k, "SPLIT_K": split,
                 "num_stages": stages, "PDL": True,
             }  # fmt: skip
-            if why_illegal(config, problem, dev) is None:
+            if _why_no_tiles(config, dev) is None:
                 found.append((_expected_ns(config, m, n, k), config))
     return min(found, key=lambda pair: pair[0])[1] if found else None
 
@@ -309,7 +307,20 @@ def _expected_ns(config: Config, m: int, n: int, k: int) -> float:
 
 
 def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
-    """Reason why a config of this body cannot be launched; None: it can."""
+    """Reason why a config of this body cannot be launched; None: it can.
+
+    Rows that may run high have one config: calls with a mask and with ``high=True`` share a tuned
+    one, in which the high rows' tiles are the same.
+    """
+    if why := _why_no_tiles(config, dev):
+        return why
+    if problem["path"] != "int8" and config != (only := default_config(problem, dev)):
+        return f"variant narrow has one config where rows may run high, {only}"
+    return None
+
+
+def _why_no_tiles(config: Config, dev: Device) -> str | None:
+    """Reason why there are no such tiles, whatever the problem."""
     if wrong := [f"{name} {value}" for name, value in FIXED.items() if config[name] != value]:
         return f"variant narrow has {', '.join(wrong)}"
     allowed = {"BLOCK_M": (8, 16, 32, 64), "BLOCK_N": tuple(PARTS), "BLOCK_K": (128, 256, 512)}

@@ -11,7 +11,7 @@ import torch
 import tkernels
 from tkernels import device
 from tkernels.masked_gemm_cases import gemm_inputs, gemm_problem
-from tkernels.ops.masked_gemm import SPEC, runs_high_ref
+from tkernels.ops.masked_gemm import SPEC, _bind, runs_high_ref
 from tkernels.registry import Config
 from tkernels.testing import assert_close
 
@@ -82,6 +82,37 @@ def test_each_row_has_the_bits_of_its_own_way(
         got = tkernels.masked_gemm(**inputs, mask=mask, row_group=group, config=config)
         chosen = runs_high_ref(mask, group, M)
         assert torch.equal(got, torch.where(chosen[:, None], high, low))
+
+
+@each_high
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_high_rows_behind_those_in_int8(
+    splits: int, grouped: bool, high_weight: bool, dev: torch.device
+) -> None:
+    """What the narrow body launches behind itself: it stores the high rows, and no others."""
+    inputs = inputs_of(dev, high_weight=high_weight, bias=True)
+    config = config_of(dev, **{**SMALL, "SPLIT_K": splits})
+    high = tkernels.masked_gemm(**inputs, high=True, config=config)
+    given = {name: inputs.get(name) for name in ("x_q", "x_scale", "high_weight", "bias")}
+    strides = (K, K, K, K, N)
+    facts = {
+        "LOW": True, "HIGH": True, "HIGH_SCALE": not high_weight, "HAS_BIAS": True,
+        "HAS_GROUP": grouped, "ONE_WORD": True,
+    }  # fmt: skip
+    launch = {name: value for name, value in config.items() if name != "programs_per_core"}
+    most = device.current().max_programs
+    run = _bind((M, N, K), facts, strides, 1, launch, most, only_high=True)
+    group = torch.arange(M, dtype=torch.int32, device=dev)
+    for bits in (word(), -1, word(0, 3, 4, 17, 20)):
+        out = torch.full((M, N), 5.0, dtype=inputs["x"].dtype, device=dev)
+        mask = mask_of(dev, bits)
+        run(
+            inputs["x"], inputs["weight"], inputs["weight_scale"], out, *given.values(), mask,
+            group if grouped else None,
+        )  # fmt: skip
+        chosen = runs_high_ref(mask, group if grouped else None, M)
+        assert torch.equal(out, torch.where(chosen[:, None], high, 5.0))
 
 
 @each_way

@@ -28,7 +28,9 @@ instruction takes 64 rows and more, and x the right one, of which it takes 8. ``
 reads through tensor maps, "hopper" is another body for large tiles (``masked_gemm_hopper``), "few"
 one for few rows, all in int8 (``masked_gemm_few``), "rows" one for several (``masked_gemm_rows``),
 "stream" one for up to 64 that is as wide as all cores together (``masked_gemm_stream``), "narrow"
-the same with weights as the left operand (``masked_gemm_narrow``).
+the same with weights as the left operand (``masked_gemm_narrow``). That computes all rows in int8;
+where some may run high, another launch behind it computes these once more, and ends at once where
+there are none.
 """
 
 from __future__ import annotations
@@ -259,6 +261,7 @@ def _masked_gemm_kernel(
     n_cols, n_inner, split_k,  # columns of x that a program takes
     n_rows, n_words, n_m, n_n, n_tiles,
     LOW: tl.constexpr, HIGH: tl.constexpr,  # the paths that a row may take
+    ONLY_HIGH: tl.constexpr,  # another kernel has stored what runs low
     HIGH_SCALE: tl.constexpr,  # the high path has int8 weights too
     HAS_BIAS: tl.constexpr, HAS_GROUP: tl.constexpr, ONE_WORD: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, ONE_TILE: tl.constexpr,
@@ -273,17 +276,17 @@ def _masked_gemm_kernel(
         _masked_gemm_tile(
             tl.program_id(0), w_ptr, xq_ptr, hw_ptr, x_ptr, ws_ptr, xs_ptr, bias_ptr, mask_ptr,
             group_ptr, out_ptr, part_ptr, stride_w, stride_xq, stride_hw, stride_x, stride_o,
-            n_cols, n_inner, split_k, n_rows, n_words, n_m, n_n, LOW, HIGH, HIGH_SCALE, HAS_BIAS,
-            HAS_GROUP, ONE_WORD, EVEN_K, EVEN_N, TMA, ASCEND, SWAP, BLOCK_M, BLOCK_N, BLOCK_K,
-            GROUP_M, SPLIT_K)
+            n_cols, n_inner, split_k, n_rows, n_words, n_m, n_n, LOW, HIGH, ONLY_HIGH, HIGH_SCALE,
+            HAS_BIAS, HAS_GROUP, ONE_WORD, EVEN_K, EVEN_N, TMA, ASCEND, SWAP, BLOCK_M, BLOCK_N,
+            BLOCK_K, GROUP_M, SPLIT_K)
     else:
         for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
             _masked_gemm_tile(
                 tile, w_ptr, xq_ptr, hw_ptr, x_ptr, ws_ptr, xs_ptr, bias_ptr, mask_ptr,
                 group_ptr, out_ptr, part_ptr, stride_w, stride_xq, stride_hw, stride_x, stride_o,
-                n_cols, n_inner, split_k, n_rows, n_words, n_m, n_n, LOW, HIGH, HIGH_SCALE,
-                HAS_BIAS, HAS_GROUP, ONE_WORD, EVEN_K, EVEN_N, TMA, ASCEND, SWAP, BLOCK_M, BLOCK_N,
-                BLOCK_K, GROUP_M, SPLIT_K)
+                n_cols, n_inner, split_k, n_rows, n_words, n_m, n_n, LOW, HIGH, ONLY_HIGH,
+                HIGH_SCALE, HAS_BIAS, HAS_GROUP, ONE_WORD, EVEN_K, EVEN_N, TMA, ASCEND, SWAP,
+                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SPLIT_K)
 
 
 @triton.jit
@@ -291,10 +294,11 @@ def _masked_gemm_tile(
     tile, w_ptr, xq_ptr, hw_ptr, x_ptr, ws_ptr, xs_ptr, bias_ptr, mask_ptr, group_ptr, out_ptr,
     part_ptr, stride_w, stride_xq, stride_hw, stride_x, stride_o, n_cols, n_inner, split_k,
     n_rows, n_words, n_m, n_n,
-    LOW: tl.constexpr, HIGH: tl.constexpr, HIGH_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_GROUP: tl.constexpr, ONE_WORD: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
-    TMA: tl.constexpr, ASCEND: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, ONLY_HIGH: tl.constexpr, HIGH_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_GROUP: tl.constexpr, ONE_WORD: tl.constexpr, EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr, TMA: tl.constexpr, ASCEND: tl.constexpr, SWAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SPLIT_K: tl.constexpr,
 ):
     # GROUP_M tiles of rows go through the columns together: what they read stays in L2.
     split = tile % SPLIT_K
@@ -346,7 +350,7 @@ def _masked_gemm_tile(
                 y = tl.where(n_high > 0, y_high, y)
             _put(y, rows, cols, row_ok, out_ptr, part_ptr, stride_o, split, n_rows, n_cols, SPLIT_K)
         else:
-            if n_high < count:
+            if not ONLY_HIGH and n_high < count:
                 acc = _product(
                     xq_ptr, w_ptr, stride_xq, stride_w, row0, col0, n_rows, n_cols, k_first, k_end,
                     n_inner, tl.int32, EVEN_K, EVEN_N, SWAP, TMA, ASCEND, BLOCK_M, BLOCK_N, BLOCK_K)
@@ -385,8 +389,9 @@ def _masked_gemm_tile(
 def _add_parts_kernel(
     ws_ptr, xs_ptr, bias_ptr, mask_ptr, group_ptr, out_ptr, part_ptr, stride_o, n_cols, n_pieces,
     n_rows, n_words, n_tiles,
-    LOW: tl.constexpr, HIGH: tl.constexpr, HIGH_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_GROUP: tl.constexpr, PDL: tl.constexpr, SPLIT_K: tl.constexpr, PIECE: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, ONLY_HIGH: tl.constexpr, HIGH_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_GROUP: tl.constexpr, PDL: tl.constexpr, SPLIT_K: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     """Results of what the programs of a tile left, added in order. A program has PIECE of a row."""
     if PDL:
@@ -396,13 +401,20 @@ def _add_parts_kernel(
         row = tile // n_pieces
         cols = tile % n_pieces * PIECE + tl.arange(0, PIECE)
         ok = cols < n_cols
+        if LOW and HIGH:
+            group = 0
+            if HAS_GROUP:
+                group = tl.load(group_ptr + row)
+            high = _bit_of(mask_ptr, group, n_words)
+            if ONLY_HIGH:
+                ok = cols < n_cols * high
         row64 = row.to(tl.int64)
         whole = tl.zeros([PIECE], tl.int32)
         real = tl.zeros([PIECE], tl.float32)
         for split in tl.static_range(SPLIT_K):
             parts = part_ptr + (row64 + split * tl.cast(n_rows, tl.int64)) * n_cols
             part = tl.load(parts + cols, mask=ok, other=0)
-            if LOW:
+            if LOW and not ONLY_HIGH:
                 whole += part
             if HIGH:
                 real += part.to(tl.float32, bitcast=True)
@@ -411,13 +423,10 @@ def _add_parts_kernel(
             y = real
             if HIGH_SCALE:
                 y = y * scale
-        if LOW:
+        if LOW and not ONLY_HIGH:
             low = whole.to(tl.float32) * tl.load(xs_ptr + row) * scale
             if HIGH:
-                group = 0
-                if HAS_GROUP:
-                    group = tl.load(group_ptr + row)
-                y = tl.where(_bit_of(mask_ptr, group, n_words) != 0, y, low)
+                y = tl.where(high != 0, y, low)
             else:
                 y = low
         if HAS_BIAS:
@@ -552,19 +561,36 @@ def _plan(
     # fmt: on
     if cfg["variant"] == "portable":
         run = bound(cfg, max_programs)
-    elif cfg["variant"] in ("few", "rows"):
+    elif cfg["variant"] in ("few", "rows") or (cfg["variant"] == "narrow" and path != "int8"):
         problem = dict(zip(SPEC.problem_fields, values, strict=True))
         other = _portable_config(problem, device.current())
         del other["programs_per_core"]
-        bind_few = _bind_rows if cfg["variant"] == "rows" else _bind_few
-        few = bind_few((m, n, k), facts, strides, cfg, max_programs)
-        run = _by_address(few, bound(other, max_programs))
+        run = bound(other, max_programs)
+        if cfg["variant"] == "narrow" and path == "masked":
+            low = _bind_narrow((m, n, k), facts, strides, n_words, cfg, max_programs)
+            high_rows = _bind(
+                (m, n, k), facts, strides, n_words, other, max_programs, only_high=True
+            )
+            run = _by_address(_both(low, high_rows), run)
+        elif cfg["variant"] != "narrow":
+            bind_few = _bind_rows if cfg["variant"] == "rows" else _bind_few
+            run = _by_address(bind_few((m, n, k), facts, strides, cfg, max_programs), run)
     else:
         bodies = {"hopper": _bind_hopper, "stream": _bind_stream, "narrow": _bind_narrow}
         described = bodies.get(cfg["variant"], _bind)
         fast = described((m, n, k), facts, strides, n_words, cfg, max_programs)
         run = _by_address(fast, bound({**cfg, **_plain_threads(cfg)}, max_programs))
     return _quantizing(run) if path != "high" and x_q is None else run
+
+
+def _both(low: _Run, high_rows: _Run) -> _Run:
+    """All rows in int8, and then once more those that run high."""
+
+    def run(*tensors: Any) -> None:
+        low(*tensors)
+        high_rows(*tensors)
+
+    return run
 
 
 def _plain_threads(config: Config) -> Config:
@@ -611,8 +637,13 @@ def _bind(
     n_words: int,
     config: Config,
     max_programs: int,
+    *,
+    only_high: bool = False,
 ) -> _Run:
-    """What runs the kernels above, given all tensors of a call like this one."""
+    """What runs the kernels above, given all tensors of a call like this one.
+
+    ``only_high``: of masked rows those that run high.
+    """
     m, n, k = sizes
     dev = device.current()
     cfg = {"PDL": False, "SWAP": False, **config}  # Ascend has neither
@@ -627,6 +658,7 @@ def _bind(
     options = {**device.rounding_each_step(), **({"launch_pdl": True} if cfg["PDL"] else {})}
     constants = {
         **facts,
+        "ONLY_HIGH": only_high,
         "EVEN_K": k % block_k == 0,
         "EVEN_N": n % block_n == 0,
         "ONE_TILE": programs == n_tiles,
@@ -650,7 +682,9 @@ def _bind(
         multiply = bind(_masked_gemm_kernel, (programs,), **constants)
     split_k = cdiv(cdiv(k, block_k), splits) * block_k
     numbers = (*strides, n, k, split_k, m, n_words, n_m, n_n, n_tiles)
-    add, add_numbers = _bind_adding(sizes, facts, strides[4], n_words, cfg, max_programs)
+    add, add_numbers = _bind_adding(
+        sizes, facts, strides[4], n_words, cfg, max_programs, only_high=only_high
+    )
 
     def run(*tensors: Any) -> None:
         out, given = _stood_in(low, *tensors)
@@ -837,7 +871,7 @@ def _bind_narrow(
     config: Config,
     max_programs: int,
 ) -> _Run:
-    """The same for ``masked_gemm_narrow``, which has int8 alone."""
+    """The same for ``masked_gemm_narrow``: all rows in int8."""
     m, n, _ = sizes
     splits, of = config["SPLIT_K"], (strides[0], strides[1], strides[4])
     multiply = masked_gemm_narrow.bind(sizes, facts["HAS_BIAS"], of, config)
@@ -887,6 +921,8 @@ def _bind_adding(
     n_words: int,
     config: Config,
     max_programs: int,
+    *,
+    only_high: bool = False,
 ) -> tuple[Callable[..., None] | None, tuple[int, ...]]:
     """What adds the parts of a split K, and its numbers; None without a split."""
     if config["SPLIT_K"] == 1:
@@ -901,6 +937,7 @@ def _bind_adding(
         _add_parts_kernel,
         (min(m * n_pieces, max_programs if dev.is_npu else dev.max_programs),),
         **{name: value for name, value in facts.items() if name != "ONE_WORD"},
+        ONLY_HIGH=only_high,
         PDL=config["PDL"],
         SPLIT_K=config["SPLIT_K"],
         PIECE=piece,
@@ -1040,9 +1077,10 @@ def _space(dev: Device) -> dict[str, list[Any]]:
 def _default_config(problem: Problem, dev: Device) -> Config:
     stream, narrow = masked_gemm_stream, masked_gemm_narrow
     if problem["m"] in narrow.DEFAULT_ROWS and narrow.why_unfit(problem, dev) is None:
-        streaming = stream.default_config(problem, dev) if problem["m"] > 32 else None
-        if streaming is not None and streaming["SPLIT_K"] == 1:
-            return streaming
+        if problem["m"] > 32 and problem["path"] == "int8":
+            streaming = stream.default_config(problem, dev)
+            if streaming is not None and streaming["SPLIT_K"] == 1:
+                return streaming
         if (config := narrow.default_config(problem, dev)) is not None:
             return config
     rows = masked_gemm_rows
