@@ -303,7 +303,7 @@ def _expected_ns(config: Config, m: int, n: int, k: int) -> float:
     # x comes from the cache: a quarter of what weights take.
     of_a_core = columns * (outputs + config["BLOCK_M"] / 4) / rate
     adding = _SPLIT_NS + split * m * n * 4 / _CHIP_RATE if split > 1 else 0.0
-    return max(n * k / _CHIP_RATE, of_a_core) + adding
+    return float(max(n * k / _CHIP_RATE, of_a_core) + adding)
 
 
 def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
