@@ -106,13 +106,14 @@ def test_each_program_has_one_place(
     facts = [shares(n, splits, share, window) for n in lens]
     total = sum(used for _, used in facts)
     found = [program_at(place, lens, splits, share, window) for place in range(batch * splits)]
-    assert [split for _, split, _ in found[total:]] == [splits] * (batch * splits - total)
-    assert all(0 <= seq < batch for seq, _, _ in found)
-    there = [(seq, split) for seq, split, _ in found[:total]]
+    assert {places for *_, places in found} == {total}
+    assert [split for _, split, *_ in found[total:]] == [splits] * (batch * splits - total)
+    assert all(0 <= seq < batch for seq, *_ in found)
+    there = [(seq, split) for seq, split, *_ in found[:total]]
     expected = {(seq, split) for seq, (_, used) in enumerate(facts) for split in range(used)}
     assert len(there) == len(set(there))
     assert set(there) == expected
-    assert all(context == lens[seq] for seq, _, context in found[:total])
+    assert all(context == lens[seq] for seq, _, context, _ in found[:total])
     # Splits of a sequence are neighbours, in order.
     for before, after in itertools.pairwise(there):
         assert (after[0] == before[0] and after[1] == before[1] + 1) or after[1] == 0

@@ -44,11 +44,14 @@ else:
 # Its name in newer tritons, and in 3.6.
 _copy = ampere.async_copy
 _load_async = getattr(_copy, "async_load", None) or _copy.async_copy_global_to_shared
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # newer tritons: barrier
 _commit, _wait = _copy.commit_group, _copy.wait_group
 
 # Where a maximum starts, as in the portable body.
 _LOWEST = gl.constexpr(-2.0e38)
 _LOG2E, _LN2 = gl.constexpr(1.4426950408889634), gl.constexpr(0.6931471805599453)
+
+_LEAST_WAVES = 4  # of programs that a chip holds at once
 
 # fmt: off
 
@@ -184,15 +187,73 @@ def _paged_attn_decode_hopper_kernel(
     SAME_STRIDES: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr, HAS_SOFTCAP: gl.constexpr, R: gl.constexpr, N: gl.constexpr,
     STAGES: gl.constexpr, W: gl.constexpr, SPLITS: gl.constexpr, MIN_SHARE: gl.constexpr,
-    LONG_FIRST: gl.constexpr, PDL: gl.constexpr,
+    LONG_FIRST: gl.constexpr, ROUNDS: gl.constexpr, PDL: gl.constexpr,
 ):
-    # LONG_FIRST: 0, or E of _program_at.
+    # LONG_FIRST: 0, or E of _program_at. ROUNDS: programs may be fewer than places.
     if PDL:
         _let_next_kernel_start()
+    PACK: gl.constexpr = N_HEADS // N_KV_HEADS
+    TILES: gl.constexpr = (PACK + R - 1) // R  # of the heads of a KV head
+    PER_SPLIT: gl.constexpr = TILES * N_KV_HEADS
+    # Neighbours read neighbouring heads of the same tokens.
+    tile = gl.program_id(0)
+    kv_head = tile // TILES % N_KV_HEADS
+    within = tile % TILES * R  # first of the heads of the KV head
+    k_at = k_ptr + kv_head.to(gl.int64) * stride_kh * 8
+    v_at = v_ptr + kv_head.to(gl.int64) * stride_vh * 8
+    place = tile // PER_SPLIT
+    if PDL:
+        _wait_for_earlier_kernels()
+    if ROUNDS:
+        batch = n_parts // (N_HEADS * SPLITS)
+        total = batch * SPLITS  # until the lengths are there
+        while place < total:
+            seq, split, context_len, total = _program_at(
+                place, lens_ptr, batch, window, LONG_FIRST, BLOCK_SIZE, SPLITS, MIN_SHARE,
+                HAS_WINDOW)
+            _attend(
+                seq, split, context_len, kv_head, within, k_at, v_at, q_ptr, table_ptr, sinks_ptr,
+                out_ptr, lse_ptr, part_ptr, stride_qt, stride_qh, stride_kb, stride_vb, stride_tb,
+                stride_ot, stride_oh, n_parts, window, last_column, score_scale, cap,
+                N_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_SIZE, K_TOKEN, V_TOKEN, SAME_STRIDES,
+                HAS_WINDOW, HAS_SINKS, HAS_LSE, HAS_SOFTCAP, R, N, STAGES, W, SPLITS, MIN_SHARE,
+                LONG_FIRST)
+            _barrier()  # all warps are through with shared memory
+            place += gl.num_programs(0) // PER_SPLIT
+    else:
+        if LONG_FIRST > 0:
+            seq, split, context_len, _ = _program_at(
+                place, lens_ptr, gl.num_programs(0) // (PER_SPLIT * SPLITS), window,
+                LONG_FIRST, BLOCK_SIZE, SPLITS, MIN_SHARE, HAS_WINDOW)
+        else:
+            split = place % SPLITS
+            seq = tile // (PER_SPLIT * SPLITS)
+            context_len = gl.load(lens_ptr + seq)
+        _attend(
+            seq, split, context_len, kv_head, within, k_at, v_at, q_ptr, table_ptr, sinks_ptr,
+            out_ptr, lse_ptr, part_ptr, stride_qt, stride_qh, stride_kb, stride_vb, stride_tb,
+            stride_ot, stride_oh, n_parts, window, last_column, score_scale, cap,
+            N_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_SIZE, K_TOKEN, V_TOKEN, SAME_STRIDES,
+            HAS_WINDOW, HAS_SINKS, HAS_LSE, HAS_SOFTCAP, R, N, STAGES, W, SPLITS, MIN_SHARE,
+            LONG_FIRST)
+
+
+@gluon.jit
+def _attend(
+    seq, split, context_len, kv_head, within, k_at, v_at, q_ptr, table_ptr, sinks_ptr, out_ptr,
+    lse_ptr, part_ptr, stride_qt, stride_qh, stride_kb, stride_vb, stride_tb, stride_ot, stride_oh,
+    n_parts, window, last_column, score_scale, cap,
+    N_HEADS: gl.constexpr, N_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, K_TOKEN: gl.constexpr, V_TOKEN: gl.constexpr,
+    SAME_STRIDES: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
+    HAS_LSE: gl.constexpr, HAS_SOFTCAP: gl.constexpr, R: gl.constexpr, N: gl.constexpr,
+    STAGES: gl.constexpr, W: gl.constexpr, SPLITS: gl.constexpr, MIN_SHARE: gl.constexpr,
+    LONG_FIRST: gl.constexpr,
+):
+    """One split of one sequence, for the heads from ``within`` on of a KV head."""
     D: gl.constexpr = HEAD_DIM
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     PACK: gl.constexpr = N_HEADS // N_KV_HEADS
-    TILES: gl.constexpr = (PACK + R - 1) // R  # of the heads of a KV head
     G: gl.constexpr = W * N  # keys of a step
     PIECES: gl.constexpr = N // BLOCK_SIZE if N > BLOCK_SIZE else 1  # pages of a warp's keys
     LANES: gl.constexpr = D // 8  # that fetch a row, 16 bytes each
@@ -205,28 +266,10 @@ def _paged_attn_decode_hopper_kernel(
     heads_line: gl.constexpr = gl.SliceLayout(1, scores)
     warps_line: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, lines))
 
-    # Neighbours read neighbouring heads of the same tokens.
-    tile = gl.program_id(0)
-    kv_head = tile // TILES % N_KV_HEADS
-    within = tile % TILES * R  # first of the heads of the KV head
     head0 = kv_head * PACK + within
-    split = tile // (TILES * N_KV_HEADS) % SPLITS
-    seq = tile // (TILES * N_KV_HEADS * SPLITS)
-    k_at = k_ptr + kv_head.to(gl.int64) * stride_kh * 8
-    v_at = v_ptr + kv_head.to(gl.int64) * stride_vh * 8
     k_s = gl.allocate_shared_memory(DTYPE, [STAGES, W, N, D], stored)
     v_s = gl.allocate_shared_memory(DTYPE, [STAGES, W, N, D], stored)
     w = gl.arange(0, W, warps_line)
-    if PDL:
-        _wait_for_earlier_kernels()
-
-    if LONG_FIRST > 0:
-        per_split: gl.constexpr = TILES * N_KV_HEADS
-        seq, split, context_len = _program_at(
-            tile // per_split, lens_ptr, gl.num_programs(0) // (per_split * SPLITS), window,
-            LONG_FIRST, BLOCK_SIZE, SPLITS, MIN_SHARE, HAS_WINDOW)
-    else:
-        context_len = gl.load(lens_ptr + seq)
     token = seq.to(gl.int64)
     table_ptr += token * stride_tb
     low, base = context_len * 0, context_len * 0
@@ -388,3 +431,24 @@ def tiles_of(batch: int, n_heads: int, n_kv_heads: int) -> int:
     """Programs without splits."""
     group = n_heads // n_kv_heads
     return batch * n_kv_heads * cdiv(group, heads_of_tile(group))
+
+
+def places_to_start(
+    batch: int, splits: int, tiles: int, config: Config, head_dim: int, dev: Device
+) -> int:
+    """How many of the ``batch`` * ``splits`` places in order have programs of their own.
+
+    ``tiles``: programs of a place. A program goes on to other places while there is work there.
+    Programs without work take a place on a core for a microsecond: with tables for many more tokens
+    than there are they would be most. So these are whole waves of programs, enough for one split of
+    each sequence, and for those that start late to even out what the earlier ones leave.
+    """
+    wave = dev.num_cores * _programs_of_a_core(config, head_dim, dev)
+    waves = max(_LEAST_WAVES, cdiv(batch * tiles, wave))
+    return min(batch * splits, waves * wave // tiles)
+
+
+def _programs_of_a_core(config: Config, head_dim: int, dev: Device) -> int:
+    """By shared memory, of which each takes 1 KB more than it uses."""
+    used = config["num_stages"] * config["num_warps"] * config["BLOCK_N"] * head_dim * 4
+    return max(1, (dev.local_mem_bytes + 1024) // (used + 1024))

@@ -51,9 +51,10 @@ def _program_at(
     place, lens_ptr, batch, window, E: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SPLITS: gl.constexpr, MIN_SHARE: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):
-    """(sequence, split, context length) at ``place`` of ``batch`` * SPLITS; E >= batch.
+    """(sequence, split, context length) at ``place`` of ``batch`` * SPLITS, and how many have work.
 
-    Past those that have keys, and one of each sequence that has none, the split is SPLITS.
+    These are splits that have keys, and one of each sequence that has none; past them the split is
+    SPLITS. E >= batch.
     """
     layout: gl.constexpr = gl.BlockedLayout([E // 32], [32], [gl.num_warps()], [0])
     seqs = gl.arange(0, E, layout)
@@ -65,7 +66,8 @@ def _program_at(
         each = (keys.to(gl.float32) / used.to(gl.float32)).to(gl.int32)
     used = gl.where(there, used, 0)
     seq, split, context_len = place * 0, place * 0 + SPLITS, place * 0
-    if place < gl.sum(used, 0):
+    total = gl.sum(used, 0)
+    if place < total:
         # Between which numbers of keys this program's lies, and how many programs have more.
         low, high, more = place * 0, gl.max(each, 0) + 1, place * 0
         for _ in gl.static_range(_HALVINGS):
@@ -82,7 +84,7 @@ def _program_at(
         seq = gl.sum(gl.where(here, seqs, 0), 0)
         split = rest - gl.sum(gl.where(here, upto - alike, 0), 0)
         context_len = gl.sum(gl.where(here, lens, 0), 0)
-    return seq, split, context_len
+    return seq, split, context_len, total
 
 
 # fmt: on

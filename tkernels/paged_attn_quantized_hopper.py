@@ -489,7 +489,7 @@ def _paged_attn_quantized_hopper_kernel(
     split = tile // H % SPLITS
     seq = tile // (H * SPLITS)
     if LONG_FIRST > 0:
-        seq, split, context_len = _program_at(
+        seq, split, context_len, _ = _program_at(
             tile // H, lens_ptr, gl.num_programs(0) // (H * SPLITS), window, LONG_FIRST,
             BLOCK_SIZE, SPLITS, MIN_SHARE, HAS_WINDOW)
     else:

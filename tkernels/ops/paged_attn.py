@@ -762,7 +762,13 @@ def _bind_decode(
     n_tokens, n_heads, head_dim = q.shape
     block_size, n_kv_heads = k_cache.shape[1:3]
     splits = config["SPLITS"]
-    tiles = paged_attn_decode_hopper.tiles_of(n_tokens, n_heads, n_kv_heads)
+    tiles = paged_attn_decode_hopper.tiles_of(1, n_heads, n_kv_heads)  # of a sequence
+    places = n_tokens * splits
+    started = places
+    if config["LONG_FIRST"]:
+        started = paged_attn_decode_hopper.places_to_start(
+            n_tokens, splits, tiles, config, head_dim, device.current()
+        )
     shared = {
         "N_HEADS": n_heads,
         "HEAD_DIM": head_dim,
@@ -774,7 +780,7 @@ def _bind_decode(
     options = {**device.rounding_each_step(), **({"launch_pdl": True} if config["PDL"] else {})}
     attend = bind(
         paged_attn_decode_hopper._paged_attn_decode_hopper_kernel,
-        (tiles * splits,),
+        (started * tiles,),
         **shared,
         N_KV_HEADS=n_kv_heads,
         K_TOKEN=k_cache.stride(1),
@@ -788,6 +794,7 @@ def _bind_decode(
         SPLITS=splits,
         MIN_SHARE=config["MIN_SHARE"],
         LONG_FIRST=paged_attn_order.lanes_of(n_tokens) if config["LONG_FIRST"] else 0,
+        ROUNDS=started < places,
         PDL=config["PDL"],
         num_warps=config["num_warps"],
         **options,
