@@ -217,7 +217,7 @@ def _paged_attn_decode_hopper_kernel(
                 stride_ot, stride_oh, n_parts, window, last_column, score_scale, cap,
                 N_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_SIZE, K_TOKEN, V_TOKEN, SAME_STRIDES,
                 HAS_WINDOW, HAS_SINKS, HAS_LSE, HAS_SOFTCAP, R, N, STAGES, W, SPLITS, MIN_SHARE,
-                LONG_FIRST)
+                LONG_FIRST, ROUNDS)
             _barrier()  # all warps are through with shared memory
             place += gl.num_programs(0) // PER_SPLIT
     else:
@@ -235,7 +235,7 @@ def _paged_attn_decode_hopper_kernel(
             stride_ot, stride_oh, n_parts, window, last_column, score_scale, cap,
             N_HEADS, N_KV_HEADS, HEAD_DIM, BLOCK_SIZE, K_TOKEN, V_TOKEN, SAME_STRIDES,
             HAS_WINDOW, HAS_SINKS, HAS_LSE, HAS_SOFTCAP, R, N, STAGES, W, SPLITS, MIN_SHARE,
-            LONG_FIRST)
+            LONG_FIRST, ROUNDS)
 
 
 @gluon.jit
@@ -248,7 +248,7 @@ def _attend(
     SAME_STRIDES: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr, HAS_SOFTCAP: gl.constexpr, R: gl.constexpr, N: gl.constexpr,
     STAGES: gl.constexpr, W: gl.constexpr, SPLITS: gl.constexpr, MIN_SHARE: gl.constexpr,
-    LONG_FIRST: gl.constexpr,
+    LONG_FIRST: gl.constexpr, ROUNDS: gl.constexpr,
 ):
     """One split of one sequence, for the heads from ``within`` on of a KV head."""
     D: gl.constexpr = HEAD_DIM
@@ -369,9 +369,17 @@ def _attend(
             part_lse_ptr = part_ptr + n_parts.to(gl.int64) * D
             gl.store(part_lse_ptr + results * SPLITS + split, lse, mask=row_ok)
         shrink = shrink * (1.0 / total)[None, :]
-        acc = gl.sum(acc * shrink[:, None, :], 0)
+        acc = acc * shrink[:, None, :]
         rows: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [W, 1], [1, 0])
-        out = gl.convert_layout(gl.permute(acc, [1, 0]), rows)
+        if ROUNDS and W <= 2:
+            # A sum across warps has an address for each number, and in a loop over splits they are
+            # all kept through the loop over keys. In one thread more than two have another order.
+            of_rows: gl.constexpr = gl.BlockedLayout(
+                [W, 1, 4], [1, 128 // D, D // 4], [1, W, 1], [2, 1, 0])
+            out = gl.sum(gl.convert_layout(gl.permute(acc, [0, 2, 1]), of_rows), 0)
+            out = gl.convert_layout(out, rows)
+        else:
+            out = gl.convert_layout(gl.permute(gl.sum(acc, 0), [1, 0]), rows)
         r = gl.arange(0, R, gl.SliceLayout(1, rows))
         d = gl.arange(0, D, gl.SliceLayout(0, rows))
         out_ok = (r < PACK - within)[:, None] & (d >= 0)[None, :]
@@ -452,3 +460,14 @@ def _programs_of_a_core(config: Config, head_dim: int, dev: Device) -> int:
     """By shared memory, of which each takes 1 KB more than it uses."""
     used = config["num_stages"] * config["num_warps"] * config["BLOCK_N"] * head_dim * 4
     return max(1, (dev.local_mem_bytes + 1024) // (used + 1024))
+
+
+def register_options(config: Config, n_heads: int, head_dim: int, dev: Device) -> dict[str, int]:
+    """Launch keyword for the registers of a program that goes on to other places.
+
+    What it keeps between them must not take the place of a program. Below the least, threads spill
+    more than the 16 bytes that a tile of 16 heads of 128 does outside of its loop over keys.
+    """
+    threads = 32 * config["num_warps"] * _programs_of_a_core(config, head_dim, dev)
+    left = 65536 // threads // 8 * 8
+    return {} if left >= 255 else {"maxnreg": max(left, 128 if n_heads * head_dim <= 1024 else 168)}

@@ -778,6 +778,12 @@ def _bind_decode(
         "HAS_LSE": has_lse,
     }
     options = {**device.rounding_each_step(), **({"launch_pdl": True} if config["PDL"] else {})}
+    rows = paged_attn_decode_hopper.heads_of_tile(n_heads // n_kv_heads)
+    registers = {}
+    if started < places:
+        registers = paged_attn_decode_hopper.register_options(
+            config, rows, head_dim, device.current()
+        )
     attend = bind(
         paged_attn_decode_hopper._paged_attn_decode_hopper_kernel,
         (started * tiles,),
@@ -787,7 +793,7 @@ def _bind_decode(
         V_TOKEN=v_cache.stride(1),
         SAME_STRIDES=k_cache.stride()[:2] == v_cache.stride()[:2],
         HAS_SOFTCAP=softcap is not None,
-        R=paged_attn_decode_hopper.heads_of_tile(n_heads // n_kv_heads),
+        R=rows,
         N=config["BLOCK_N"],
         STAGES=config["num_stages"],
         W=config["num_warps"],
@@ -797,6 +803,7 @@ def _bind_decode(
         ROUNDS=started < places,
         PDL=config["PDL"],
         num_warps=config["num_warps"],
+        **registers,
         **options,
     )
     combine, n_merges = None, 0
