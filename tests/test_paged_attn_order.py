@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import random
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.plain_gluon import Block, Int, block
-from tkernels import paged_attn_order
+from tkernels import paged_attn_decode_hopper, paged_attn_order
 from tkernels.device import cdiv
 
 KINDS = ("mixed", "equal", "random", "few-long", "zeros")
@@ -125,6 +126,61 @@ def test_each_program_has_one_place(
         assert there == sorted(expected)
     if kind == "mixed":
         assert each == sorted(each, reverse=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("batch", "splits", "started", "window"),
+    [(1, 4, 1, None), (3, 8, 5, None), (17, 3, 18, 300), (17, 3, 50, None), (64, 8, 100, None),
+     (64, 8, 1, 300)],
+)  # fmt: skip
+def test_programs_go_on_while_there_is_work(
+    kind: str, batch: int, splits: int, started: int, window: int | None, program_at: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Fewer programs than places do each split of each KV head once, and no round for nothing."""
+    module, kv_heads, n_heads = paged_attn_decode_hopper, 3, 60  # 2 tiles of 16 and 4 heads each
+    lens = lengths(kind, batch, random.Random(f"{kind}-{batch}"))
+    used = [shares(n, splits, 100, window)[1] for n in lens]
+    done: list[tuple[int, ...]] = []
+    rounds: list[int] = []
+
+    def find(place: Int, *rest: Any) -> Any:
+        rounds[-1] += 1
+        assert rest[1] == batch
+        return program_at(place, lens, splits, 100, window)
+
+    def attend(seq: int, split: int, context_len: int, kv_head: int, within: int, *_: Any) -> None:
+        if split < splits:
+            assert context_len == lens[seq]
+            done.append((seq, split, kv_head, within))
+
+    n_programs = started * 2 * kv_heads
+    stand_ins = {
+        "_program_at": find, "_attend": attend, "_barrier": lambda: None,
+        "gl": types.SimpleNamespace(
+            int64=torch.int64, program_id=lambda axis: Int(len(rounds) - 1),
+            num_programs=lambda axis: n_programs,
+        ),
+    }  # fmt: skip
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(module, name, value)
+    kernel = module._paged_attn_decode_hopper_kernel
+    kernel = getattr(kernel, "fn", kernel)
+    given: dict[str, Any] = dict.fromkeys(inspect.signature(kernel).parameters, Int(1))
+    given |= {
+        "n_parts": Int(batch * n_heads * splits), "N_HEADS": n_heads, "N_KV_HEADS": kv_heads,
+        "R": 16, "SPLITS": splits, "ROUNDS": True, "PDL": False,
+    }  # fmt: skip
+    for _ in range(n_programs):
+        rounds.append(0)
+        kernel(**given)
+    tiles = [(kv_head, within) for kv_head in range(kv_heads) for within in (0, 16)]
+    expected = [(seq, i, *tile) for seq in range(batch) for i in range(used[seq]) for tile in tiles]
+    assert sorted(done) == sorted(expected)
+    least, more = divmod(sum(used), started)
+    places = [max(1, least + (place < more)) for place in range(started)]
+    assert rounds == [count for count in places for _ in tiles]
 
 
 def test_lanes() -> None:

@@ -11,7 +11,8 @@ Keys and values come as whole rows, pages apart (``cp.async``). Rows out of sigh
 their scores are masked, but 0 * NaN would be NaN. The entries of the block table are asked for a
 step ahead, the first ones together with the length: which blocks a program has first depends on it
 only if the sequence is too short for all SPLITS. With LONG_FIRST all lengths come first, and tell
-which sequence a program has (``paged_attn_order``).
+which sequence a program has (``paged_attn_order``); where most of SPLITS may be empty, programs are
+fewer, and go on to other places of that order while these have work.
 
 It is written in Gluon, where layouts say which warp has which keys.
 """
@@ -458,7 +459,7 @@ def places_to_start(
 
 def _programs_of_a_core(config: Config, head_dim: int, dev: Device) -> int:
     """By shared memory, of which each takes 1 KB more than it uses."""
-    used = config["num_stages"] * config["num_warps"] * config["BLOCK_N"] * head_dim * 4
+    used: int = config["num_stages"] * config["num_warps"] * config["BLOCK_N"] * head_dim * 4
     return max(1, (dev.local_mem_bytes + 1024) // (used + 1024))
 
 
@@ -468,6 +469,6 @@ def register_options(config: Config, n_heads: int, head_dim: int, dev: Device) -
     What it keeps between them must not take the place of a program. Below the least, threads spill
     more than the 16 bytes that a tile of 16 heads of 128 does outside of its loop over keys.
     """
-    threads = 32 * config["num_warps"] * _programs_of_a_core(config, head_dim, dev)
+    threads: int = 32 * config["num_warps"] * _programs_of_a_core(config, head_dim, dev)
     left = 65536 // threads // 8 * 8
     return {} if left >= 255 else {"maxnreg": max(left, 128 if n_heads * head_dim <= 1024 else 168)}
