@@ -148,7 +148,8 @@ def test_tiles_of_heads(group: int, heads: int, tiles: int) -> None:
     [
         (256, 1, 8, 256),  # a program each
         (256, 8, 8, 297),  # 6 waves of 396
-        (64, 8, 8, 198),  # 4, the least
+        (64, 8, 8, 512),  # too few to pay
+        (100, 8, 8, 198),  # 4, the least
         (64, 2, 8, 128),
         (17, 8, 8, 136),
         (256, 8, 100, 257),  # 65 waves
