@@ -5,7 +5,6 @@ Without a GPU it is compiled for sm_90.
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import random
@@ -177,72 +176,6 @@ def test_codes_become_bf16(zero: int | None) -> None:
         assert torch.equal(got * 64, (codes - (8 if zero is None else zero)).double())
 
 
-@pytest.mark.parametrize(
-    ("changed", "more", "why"),
-    [
-        ({}, {}, None),
-        ({"BLOCK_M": 8}, {}, "variant codes has BLOCK_M of 16 or more, got 8"),
-        ({"BLOCK_K": 1024}, {}, "variant codes has BLOCK_K of (128, 256, 512), got 1024"),
-        ({}, {"dtype": FP16}, "variant codes is for bf16, got torch.float16"),
-        ({}, {"group": 32}, "variant codes has groups of 64 or more, got 32"),
-    ],
-)
-def test_why_no_codes(changed: Config, more: dict[str, Any], why: str | None) -> None:
-    problem = w4_problem(16, 12288, 4096, **more)
-    said = SPEC.why_illegal({**BASE, "variant": "codes", **changed}, problem, SM90)
-    assert said is None if why is None else why in str(said)
-
-
-def _small(bits: int) -> float:
-    """A number of bf16, times 2^133."""
-    return float(
-        torch.tensor([bits], dtype=torch.int32).to(torch.int16).view(BF16).double() * 2.0**133
-    )
-
-
-@pytest.mark.parametrize("zero", [None, 0, 3, 15, 99])
-def test_codes_as_they_are(zero: int | None) -> None:
-    """A group's sum from what PTX, constants and factors say, in exact arithmetic."""
-    text = w4a16_gemm_rows._masking()
-    assert "shr.u32 t, $4, 8;" in text
-    steps = re.findall(r"and\.b32 \$(\d), (\S+), 0x(\w{4})(\w{4});", text)
-    assert [(int(i), source) for i, source, *_ in steps] == [
-        (0, "$4"),
-        (1, "$4"),
-        (2, "t"),
-        (3, "t"),
-    ]
-    generator = torch.Generator().manual_seed(0)
-    halves = torch.randint(0, 1 << 16, (32,), generator=generator)  # of an output: 128 columns
-    x = torch.randint(-50, 50, (128,), generator=generator).double()
-    factors = [2.0**w4a16_gemm_rows.EVEN_X, 2.0**w4a16_gemm_rows.ODD_X]
-    enlarged = re.search(r"0x(\w{4})(\w{4});", w4a16_gemm_rows._ENLARGED.value)
-    assert enlarged is not None
-    of_x = [
-        float(torch.tensor(int(bits, 16), dtype=torch.int16).view(BF16))
-        for bits in enlarged.groups()
-    ]
-    assert of_x == factors[::-1]  # the first of two numbers is the lower half
-    total, mean = 0.0, 0.0
-    for i, _, *masks in steps:
-        j = int(i)
-        assert masks[0] == masks[1]
-        source = halves if j < 2 else halves >> 8
-        codes = (source & int(masks[0], 16)).to(torch.int16).view(BF16).double()
-        columns = x[j::4] * factors[j % 2]
-        total += float((codes * columns).sum())
-        minus = torch.tensor((-32767, -32752)[j % 2], dtype=torch.int16).view(BF16).double()
-        mean += 8 * float((minus * columns).sum())  # eight equal outputs are added
-    offset = mean
-    if zero is not None:
-        less = w4a16_gemm_rows._less.fn
-        assert "zeros * 0.125" in inspect.getsource(less)
-        offset = mean * float(torch.tensor(zero * 0.125).to(BF16))
-    got = (total + offset) * w4a16_gemm_rows.PARTS_OF_CODES.value
-    codes = torch.stack([halves >> 4 * j & 15 for j in range(4)], 1).flatten()
-    assert got == float(((codes - (8 if zero is None else zero)) * x).sum())
-
-
 # ---- what the compiler makes of it -------------------------------------------------------------
 
 COMPILED: list[Any] = [
@@ -259,11 +192,6 @@ COMPILED: list[Any] = [
     (16, 4096, "bfloat16", {}, {"programs_per_core": 2, "num_warps": 8}),
     (16, 12288, "bfloat16", {}, {"BLOCK_K": 128, "SPLIT_K": 12, "num_stages": 5}),  # a default
     (7, 32, "float16", {"group": 32}, {"SPLIT_K": 1}),  # a row is 16 bytes, the unit of strides
-    (16, 4096, "bfloat16", {}, {"variant": "codes", "num_stages": 2}),
-    (9, 4096, "bfloat16", {"zero": True}, {"variant": "codes", "BLOCK_N": 256, "num_warps": 8}),
-    (16, 4064, "bfloat16", {"group": 4064}, {"variant": "codes", "SLICES": 2,
-                                             "BLOCK_N": 64}),
-    (32, 768, "bfloat16", {"group": 64}, {"variant": "codes", "BLOCK_M": 32, "SPLIT_K": 1}),
 ]  # fmt: skip
 
 
@@ -283,15 +211,10 @@ def test_compiled_for_sm90() -> None:
         assert case["spill_bytes"] <= 8, case  # a number put away ahead of the loop
         # A step's products and codes once in the program, and x as wide as it goes.
         a_warp = outputs * slices // warps
-        products = a_warp * rows * columns // (16 * 8 * 16)
-        steps = w4a16_gemm_rows.steps_of(changed, case["case"][1])
-        if changed["variant"] == "codes":  # and those that add x up
-            chunks = steps * columns // 64
-            part = (chunks & -chunks) * slices
-            products += max(part // warps, 1) * 4 * (rows // 16) * (chunks * slices // part)
-        assert case["products"] == products, case
+        assert case["products"] == a_warp * rows * columns // (16 * 8 * 16), case
         codes = a_warp * columns // 2 // 512
         assert codes <= case["codes"] <= codes + 16, case  # results change their layout so, too
+        steps = w4a16_gemm_rows.steps_of(changed, case["case"][1])
         asked = min(stages, steps) + (stages < steps)
         assert case["whole"] == asked * slices * outputs * columns // 2 // (512 * warps), case
         assert case["parts"] == 0, case
@@ -315,11 +238,7 @@ WAYS: dict[str, Config] = {
     "slices": {"BLOCK_N": 32, "SLICES": 8, "num_warps": 16, "BLOCK_K": 128, "SPLIT_K": 1},
     "ahead": {"BLOCK_N": 64, "SPLIT_K": 2, "num_stages": 6, "BLOCK_M": 32, "SLICES": 2},
     "long": {"BLOCK_K": 512, "num_warps": 8, "SPLIT_K": 1, "num_stages": 2, "BLOCK_M": 8},
-    "codes": {"variant": "codes", "num_stages": 2},
-    "codes, tiles": {"variant": "codes", "BLOCK_N": 32, "SLICES": 2, "num_warps": 4,
-                     "BLOCK_K": 128, "programs_per_core": 1, "SPLIT_K": 3},
-    "codes, rows": {"variant": "codes", "BLOCK_N": 64, "BLOCK_M": 32, "SPLIT_K": 2},
-}  # fmt: skip
+}
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
@@ -328,7 +247,6 @@ def random_config(rng: random.Random, problem: Problem) -> Config:
     while True:
         config = {
             **BASE,
-            "variant": rng.choice(("rows", "codes")),
             "BLOCK_M": rng.choice((8, 16, 16, 32, 64)),
             "BLOCK_N": rng.choice((16, 32, 64, 128, 256)),
             "BLOCK_K": rng.choice((128, 256, 512)),
@@ -379,8 +297,6 @@ def test_exact_sums_are_exact(
     way: Config, zero: bool, dtype: torch.dtype, dev: torch.device
 ) -> None:
     """Bit for bit, from small integers and powers of two: nothing is rounded, or left out."""
-    if way.get("variant") == "codes" and dtype == FP16:
-        pytest.skip("codes as they are are bf16's")
     inputs = w4_inputs(w4_problem(13, 2200, 1152, dtype, zero=zero), dev)
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(-2, 3, (13, 1152), generator=generator)

@@ -17,11 +17,6 @@ fp16. In bf16 codes stay where no exponent is: eight bits there, two codes of th
 times 2^-133, since exponents 0 and 1 have one step between numbers. One multiplication and addition
 makes (q - zero) / 64 of them, and a word needs one shift instead of three. Sums get 64 times that.
 
-``variant`` "codes", bf16 alone, does without that multiplication: sum (q - zero) * x is sum q * x
-less zero * sum x. Codes are multiplied as small as they are, and x is 2^72 or 2^68 times as large,
-as every other code stands four bits higher; |x| from 2^56 on is infinite there, and what is below
-2^-57 loses bits. The tensor core adds x up, once a program, and a group's sum starts from that.
-
 With PDL both kernels of a call let the next one start at once, and read what no kernel writes
 before they wait, as there: that of the second one, which adds the parts of a split K in order, lets
 the weights of the call behind it come while it waits.
@@ -71,13 +66,14 @@ def _decoding(zero: bool) -> str:
     return text + "}"
 
 
-# ``variant`` "codes": those of bf16 are multiplied as small as they are, and x is larger.
+
+# ``variant`` "codes": bf16 codes are multiplied as they are, small as they are; x is as much larger.
 EVEN_X, ODD_X = 72, 68  # columns of x times two to the power of these: an odd code counts 16
 PARTS_OF_CODES = gl.constexpr(2.0 ** (133 - EVEN_X))  # a code of 1 is 2^-133
 
 
 def _masking() -> str:
-    """PTX from two int16 of four codes each to pairs: codes 0 and 2, and 16 times 1 and 3."""
+    """PTX from two int16 of four codes each to pairs of them: codes 0 and 2, and 16 times 1 and 3."""
     text = "{.reg .b32 t; shr.u32 t, $4, 8;"
     for i in range(4):
         text += f"and.b32 ${i}, {('$4', 't')[i // 2]}, {('0x000f000f', '0x00f000f0')[i % 2]};"
@@ -87,8 +83,7 @@ def _masking() -> str:
 _MASKED = gl.constexpr(_masking())
 _ENLARGED = gl.constexpr(  # the first of two columns is an even one
     f"{{.reg .b32 f; mov.b32 f, 0x{(127 + ODD_X) << 7:04x}{(127 + EVEN_X) << 7:04x};"
-    "mul.rn.bf16x2 $0, $1, f;}"
-)
+    "mul.rn.bf16x2 $0, $1, f;}")
 
 _BF16, _BF16_ZERO = gl.constexpr(_decoding(False)), gl.constexpr(_decoding(True))
 
@@ -595,10 +590,7 @@ def _bytes_of(config: Config, problem: Problem, tiles: int = 1) -> int:
     stages = config["num_stages"] * n * k // 2
     of_a_scale = problem["scale"].itemsize + (2 if problem["zero"] else 0)
     scales = tiles * n * scales_of(config, problem) * of_a_scale
-    steps = steps_of(config, problem["k"])
-    if config["variant"] == "codes":  # sums of 64 columns of x
-        scales += slices * steps * r * k // 16
-    return int(slices * (stages + 2 * steps * r * k) + scales)
+    return int(slices * (stages + 2 * steps_of(config, problem["k"]) * r * k) + scales)
 
 
 def piece_to_add(m: int, n: int, dev: Device) -> tuple[int, int]:

@@ -913,11 +913,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         space["programs_per_core"] = [0, 1, 2, 3, 4, 6]
     return {
         **space,
-        "variant": [
-            "direct",
-            "turned",
-            *(["hopper", "rows", "codes"] if dev.arch == "sm90" else []),
-        ],
+        "variant": ["direct", "turned", *(["hopper", "rows", "codes"] if dev.arch == "sm90" else [])],
         "SLICES": [1, 2, 4, 8],
         "PDL": [False, True] if _has_pdl(dev) else [False],
         "num_warps": [1, 2, 4, 8],
