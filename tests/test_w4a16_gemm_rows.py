@@ -77,7 +77,7 @@ def test_why_unfit_elsewhere() -> None:
         ({"num_stages": 13}, "bytes of shared memory"),
         ({"BLOCK_N": 64, "SPLIT_K": 1, "num_warps": 2}, "leave 255 registers a thread"),
         ({"programs_per_core": 6}, "leave 80 registers a thread"),
-        ({"variant": "row"}, "direct, turned, hopper, rows or codes, got 'row'"),
+        ({"variant": "row"}, "direct, turned, hopper or rows, got 'row'"),
     ],
 )
 def test_why_illegal(changed: Config, why: str) -> None:

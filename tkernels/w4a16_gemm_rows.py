@@ -26,8 +26,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from tkernels import w4a16_gemm_hopper as w4
 from tkernels.device import Device, cdiv, next_power_of_2
 from tkernels.masked_gemm_hopper import _as
@@ -66,25 +64,6 @@ def _decoding(zero: bool) -> str:
     return text + "}"
 
 
-
-# ``variant`` "codes": bf16 codes are multiplied as they are, small as they are; x is as much larger.
-EVEN_X, ODD_X = 72, 68  # columns of x times two to the power of these: an odd code counts 16
-PARTS_OF_CODES = gl.constexpr(2.0 ** (133 - EVEN_X))  # a code of 1 is 2^-133
-
-
-def _masking() -> str:
-    """PTX from two int16 of four codes each to pairs of them: codes 0 and 2, and 16 times 1 and 3."""
-    text = "{.reg .b32 t; shr.u32 t, $4, 8;"
-    for i in range(4):
-        text += f"and.b32 ${i}, {('$4', 't')[i // 2]}, {('0x000f000f', '0x00f000f0')[i % 2]};"
-    return text + "}"
-
-
-_MASKED = gl.constexpr(_masking())
-_ENLARGED = gl.constexpr(  # the first of two columns is an even one
-    f"{{.reg .b32 f; mov.b32 f, 0x{(127 + ODD_X) << 7:04x}{(127 + EVEN_X) << 7:04x};"
-    "mul.rn.bf16x2 $0, $1, f;}")
-
 _BF16, _BF16_ZERO = gl.constexpr(_decoding(False)), gl.constexpr(_decoding(True))
 
 # fmt: off
@@ -107,57 +86,10 @@ def _numbers(halves, zero, HAS_ZERO: gl.constexpr):
 
 
 @gluon.jit
-def _masked(halves):
-    """Codes 0, 1, 2 and 3 of int16 as bf16: times 2^-133, those of 1 and 3 times 2^-129."""
-    return gl.inline_asm_elementwise(
-        _MASKED, "=&r,=&r,=&r,=&r,r", [halves],
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
-
-
-@gluon.jit
-def _enlarged(x):
-    """x of bf16, its even columns times 2^EVEN_X and the odd ones times 2^ODD_X."""
-    return gl.inline_asm_elementwise(
-        _ENLARGED, "=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
-
-
-@gluon.jit
-def _code(bits: gl.constexpr, layout: gl.constexpr, C: gl.constexpr):
-    """[C, 16, 8] of bf16 with these bits."""
-    return gl.full([C, 16, 8], bits, gl.int16, layout).to(gl.bfloat16, bitcast=True)
-
-
-@gluon.jit
-def _eighths(x, eights: gl.constexpr, C: gl.constexpr, R: gl.constexpr, W: gl.constexpr):
-    """fp32 [C, R]: of each chunk -8 times the sum of x [C, R, CHUNK] over its columns.
-
-    The tensor core adds: eight equal outputs, with a code of -1 for all columns.
-    """
-    sums: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[W, 1, 1], instr_shape=[1, 16, 8])
-    left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, sums, 2)
-    x = gl.permute(gl.reshape(x.load(eights), [C, R, 2, 4, 2, 2, 2]), [0, 1, 5, 3, 6, 2, 4])
-    even, odd = gl.split(gl.reshape(x, [C, R, 16, 2, 2]))
-    x0, x2 = gl.split(even)
-    x1, x3 = gl.split(odd)
-    one = _code(-32767, right, C)  # 0x8001
-    sixteen = _code(-32752, right, C)  # 0x8010
-    acc = gl.full([C, R, 8], 0.0, gl.float32, sums)
-    acc = ampere.mma_v2(gl.convert_layout(x0, left, assert_trivial=True), one, acc)
-    acc = ampere.mma_v2(gl.convert_layout(x1, left, assert_trivial=True), sixteen, acc)
-    acc = ampere.mma_v2(gl.convert_layout(x2, left, assert_trivial=True), one, acc)
-    acc = ampere.mma_v2(gl.convert_layout(x3, left, assert_trivial=True), sixteen, acc)
-    return gl.sum(acc, 2)
-
-
-@gluon.jit
-def _less(zeros, DTYPE: gl.constexpr, CODES: gl.constexpr):
-    """What ``_numbers`` adds; CODES: eighths."""
+def _less(zeros, DTYPE: gl.constexpr):
+    """What ``_numbers`` adds."""
     zeros = zeros.to(gl.float32)
-    if CODES:
-        less = zeros * 0.125
-    elif gl.float16 == DTYPE:
+    if gl.float16 == DTYPE:
         less = -1024.0 - zeros  # see w4a16_gemm_hopper
     else:
         less = zeros * (-1.0 / PARTS_OF_ONE)
@@ -354,7 +286,6 @@ def _w4a16_gemm_rows_kernel(
     HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN_K: gl.constexpr, EVEN_N: gl.constexpr,
     PDL: gl.constexpr, R: gl.constexpr, N: gl.constexpr, K: gl.constexpr, SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr, SLICES: gl.constexpr, W: gl.constexpr,
-    CODES: gl.constexpr,  # bf16 codes are multiplied as they are
 ):
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     WN: gl.constexpr = W // SLICES  # warps that have outputs of their own
@@ -438,27 +369,14 @@ def _w4a16_gemm_rows_kernel(
     for tile in gl.static_range(T):
         s_all.index(tile).store(scales[tile])
         if HAS_ZERO:
-            z_all.index(tile).store(_less(zeros[tile], DTYPE, CODES))
+            z_all.index(tile).store(_less(zeros[tile], DTYPE))
     for piece in gl.static_range(PARTS):
-        if CODES:
-            x_all.index(piece).store(_as_taken(_enlarged(pieces[piece]), lanes2))
-        else:
-            x_all.index(piece).store(_as_taken(pieces[piece], lanes2))
+        x_all.index(piece).store(_as_taken(pieces[piece], lanes2))
     for ahead in gl.static_range(AHEAD, STAGES):
         if ahead < S * T:
             _fetch(w_s, w_tile, n_m * 0 + ahead, stride, n, columns, n_left, k_left, S, STAGES, N,
                    STEP, 4, EVEN_K, EVEN_N)
         _commit()
-    e_s = s_s
-    if CODES:  # what part of a chunk the mean of codes has
-        C: gl.constexpr = PART * SLICES
-        alone: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout(
-            [1, 1, 1, 8], [1, 1, 8, 4], [W, 1, 1, 1], [3, 2, 1, 0]))
-        e_s = gl.allocate_shared_memory(gl.float32, [S * CHUNKS, SLICES, R], plain2)
-        e_all = _as(e_s, gl.float32, [PARTS, C, R], plain2)
-        x_chunks = _as(x_s, DTYPE, [PARTS, C, R, CHUNK], turned3)
-        for piece in gl.static_range(PARTS):
-            e_all.index(piece).store(_eighths(x_chunks.index(piece), alone, C, R, W))
 
     WIDE: gl.constexpr = 2 if N >= 64 else 1
     ACROSS_N: gl.constexpr = N // (32 * WIDE) if N >= 32 else 1
@@ -488,27 +406,13 @@ def _w4a16_gemm_rows_kernel(
                 else:
                     of_group = t
                 less = gl.full([SLICES, N], 0.0, DTYPE, gl.SliceLayout(2, left))
-                if HAS_ZERO and not CODES:
+                if HAS_ZERO:
                     less = _of_step(z_s, of_group, gl.SliceLayout(2, left))
-                if CODES:
-                    mean = _of_step(e_s, i * CHUNKS + p * A_GROUP, gl.SliceLayout(1, sums))
-                    for j in gl.static_range(1, A_GROUP):
-                        mean = mean + _of_step(
-                            e_s, i * CHUNKS + (p * A_GROUP + j), gl.SliceLayout(1, sums))
-                    offset = mean[:, None, :]
-                    if HAS_ZERO:
-                        zero = _of_step(z_s, of_group, gl.SliceLayout(2, sums)).to(gl.float32)
-                        offset = offset * zero[:, :, None]
-                    offset = gl.broadcast(offset, nothing)[0]
-                    part = offset if GROUP > 0 else part + offset
                 for j in gl.static_range(A_GROUP):
                     half = halves[p * A_GROUP + j]
                     x = x_s.index(i * CHUNKS + (p * A_GROUP + j)).load(eights)
-                    if CODES:
-                        w0, w1, w2, w3 = _masked(half)
-                    else:
-                        w0, w1, w2, w3 = _numbers(
-                            half, gl.broadcast(less[:, :, None], half)[0], HAS_ZERO)
+                    w0, w1, w2, w3 = _numbers(
+                        half, gl.broadcast(less[:, :, None], half)[0], HAS_ZERO)
                     x0, x1, x2, x3 = _every_fourth(x, right)
                     part = ampere.mma_v2(w1, x1, ampere.mma_v2(w0, x0, part))
                     part = ampere.mma_v2(w3, x3, ampere.mma_v2(w2, x2, part))
@@ -520,9 +424,7 @@ def _w4a16_gemm_rows_kernel(
         if GROUP == 0:
             scale = _of_step(s_s, t, gl.SliceLayout(2, sums))
             acc = acc * scale.to(gl.float32)[:, :, None]
-        if CODES:
-            acc = acc * PARTS_OF_CODES
-        elif gl.float16 != DTYPE:
+        if gl.float16 != DTYPE:
             acc = acc * PARTS_OF_ONE
         _put(
             _sum_of_slices(acc, rows), bias, tile0 + t, row0, split, n_cols, n_rows, out_ptr,
@@ -712,15 +614,4 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     on_the_way += numbers * (2 if problem["zero"] else 1) // (32 * warps)
     if (left := w4.most_registers(warps, per_core)) < max(64 + taken, 48 + on_the_way):
         return f"{per_core or 1} programs of {warps} warps leave {left} registers a thread, too few"
-    return None
-
-
-def why_no_codes(config: Config, problem: Problem, dev: Device) -> str | None:
-    """The same for ``variant`` "codes", whose tensor core takes 16 rows of x for their sums."""
-    if why := why_unfit(problem, dev) or why_illegal(config, problem, dev):
-        return why.replace("variant rows", "variant codes")
-    if problem["dtype"] != torch.bfloat16:
-        return f"variant codes is for bf16, got {problem['dtype']}"
-    if config["BLOCK_M"] < 16:
-        return f"variant codes has BLOCK_M of 16 or more, got {config['BLOCK_M']}"
     return None

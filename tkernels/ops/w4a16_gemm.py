@@ -13,8 +13,7 @@ place. q - 8 (q - zero) is exact in 16 bits, sums are fp32, and a group's sum is
 what is rounded is what a product of x with exact weights would round. ``variant`` "direct", for few
 rows, reads x as it lies and takes every eighth column in registers; "turned" has it laid out as
 [8, M, K/8] beforehand. ``SLICES`` parts of a step are added by warps of their own. ``variant``
-"hopper", for few rows too, is ``w4a16_gemm_hopper``, "rows" and "codes", for several, are
-``w4a16_gemm_rows``.
+"hopper", for few rows too, is ``w4a16_gemm_hopper``, "rows", for several, ``w4a16_gemm_rows``.
 
 Where few rows are, weights are what is read, once: in flight are stages x BLOCK_N x BLOCK_K / 2
 bytes a program. Few tiles do not fill a chip: then SPLIT_K programs share the K of a tile, each
@@ -566,7 +565,7 @@ def _plan(
     strides = (x.stride(0), weight.stride(0), weight_scale.stride(0), zero_stride, out.stride(0))
     facts = {"GROUP": 0 if group == k else group, "HAS_ZERO": has_zero, "HAS_BIAS": has_bias}
     element = weight_scale.element_size()
-    if cfg["variant"] not in ("hopper", "rows", "codes"):
+    if cfg["variant"] not in ("hopper", "rows"):
         return _bind_portable((m, n, k), facts, strides, element, cfg, max_programs)
     problem = dict(zip(SPEC.problem_fields, values, strict=True))
     other = _portable_config(problem, device.current())
@@ -574,7 +573,7 @@ def _plan(
     portable = _bind_portable((m, n, k), facts, strides, element, other, max_programs)
     if not w4a16_gemm_hopper.fits(strides):
         return portable
-    bound = _bind_hopper if cfg["variant"] == "hopper" else _bind_rows
+    bound = _bind_rows if cfg["variant"] == "rows" else _bind_hopper
     hopper = bound((m, n, k), facts, strides, cfg, max_programs)
     addressable = not device.current().compile_only
 
@@ -763,7 +762,6 @@ def _bind_rows(
         STAGES=config["num_stages"],
         SLICES=slices,
         W=warps,
-        CODES=config["variant"] == "codes",
         num_warps=warps,
         **w4a16_gemm_hopper.register_options(warps, max_programs),
         **pdl,
@@ -913,7 +911,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         space["programs_per_core"] = [0, 1, 2, 3, 4, 6]
     return {
         **space,
-        "variant": ["direct", "turned", *(["hopper", "rows", "codes"] if dev.arch == "sm90" else [])],
+        "variant": ["direct", "turned", *(["hopper", "rows"] if dev.arch == "sm90" else [])],
         "SLICES": [1, 2, 4, 8],
         "PDL": [False, True] if _has_pdl(dev) else [False],
         "num_warps": [1, 2, 4, 8],
@@ -1015,10 +1013,8 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if variant == "rows":
         unfit = w4a16_gemm_rows.why_unfit(problem, dev)
         return unfit or w4a16_gemm_rows.why_illegal(config, problem, dev)
-    if variant == "codes":
-        return w4a16_gemm_rows.why_no_codes(config, problem, dev)
     if variant not in ("direct", "turned"):
-        return f"variant must be direct, turned, hopper, rows or codes, got {variant!r}"
+        return f"variant must be direct, turned, hopper or rows, got {variant!r}"
     if config["SLICES"] not in (1, 2, 4, 8):
         return f"SLICES must be 1, 2, 4 or 8, got {config['SLICES']}"
     if why := _why_no_slices(config, problem):
