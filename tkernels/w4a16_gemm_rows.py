@@ -209,7 +209,7 @@ def _of_groups(
         if SLICES > 1 and GROUPS > 1:
             piece = (q // (GROUPS * SLICES) * SLICES + q % SLICES) * GROUPS + q // SLICES % GROUPS
         piece = split * (S * SLICES * GROUPS) + piece
-        if not EVEN_K:
+        if not EVEN_K or Q > S * SLICES * GROUPS:
             there = there & (piece * PIECE < n_inner)[:, None]
         at = at + (piece * PIECE // GROUP if GROUP > PIECE else piece)[:, None]
     else:
