@@ -65,13 +65,11 @@ def _tiles(count, TAIL: gl.constexpr):
 
 
 @gluon.jit
-def _tiles_of_experts(
-    offsets_ptr, n_experts, TAIL: gl.constexpr, E: gl.constexpr, BACKWARDS: gl.constexpr,
-):
+def _tiles_of_experts(offsets_ptr, n_experts, TAIL: gl.constexpr, E: gl.constexpr):
     """(row tiles of each expert, which of all is its first), the same in each warp.
 
-    Experts whose only tile is a small one come last: where most cores have ended, the others have
-    less to do. BACKWARDS: the last expert comes first, as its rows are in cache yet.
+    Experts stand in their own order. With those of few rows last, whose weights take the most time
+    to bring, memory would be what the end waits for, and idle before.
     """
     layout: gl.constexpr = gl.BlockedLayout([max(E // 32, 1)], [32], [gl.num_warps()], [0])
     e = gl.arange(0, E, layout)
@@ -79,15 +77,7 @@ def _tiles_of_experts(
     first = gl.load(offsets_ptr + e, mask=ok, other=0)
     end = gl.load(offsets_ptr + 1 + e, mask=ok, other=0)
     tiles = _tiles(end - first, TAIL)
-    small = gl.where(end - first <= 64 + TAIL, tiles, 0)
-    large = tiles - small
-    upto = gl.associative_scan(large, 0, _add)
-    small_upto = gl.associative_scan(small, 0, _add)
-    if BACKWARDS:
-        upto = gl.sum(large, 0) - upto + large
-        small_upto = gl.sum(small, 0) - small_upto + small
-    small_upto += gl.sum(large, 0)
-    return tiles, gl.where(small > 0, small_upto, upto) - tiles
+    return tiles, gl.associative_scan(tiles, 0, _add) - tiles
 
 
 @gluon.jit
@@ -246,7 +236,6 @@ def _load(
     bars, sizes,
     TAIL: gl.constexpr, STAGES: gl.constexpr, E: gl.constexpr, SILU: gl.constexpr,
     TOP_K: gl.constexpr, LOW: gl.constexpr, ROW_WEIGHT: gl.constexpr, PDL: gl.constexpr,
-    BACKWARDS: gl.constexpr,
 ):
     if PDL:  # those who multiply wait for what is fetched, and store nothing before
         _wait_for_earlier_kernels()
@@ -254,7 +243,7 @@ def _load(
     full, empty = bars
     n_weights, n_out, n_steps, n_experts, n_sources, n_n = sizes
     other_half = n_out if SILU else 128
-    tiles, begin = _tiles_of_experts(offsets_ptr, n_experts, TAIL, E, BACKWARDS)
+    tiles, begin = _tiles_of_experts(offsets_ptr, n_experts, TAIL, E)
     n_tiles = gl.sum(tiles, 0) * n_n
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     # Eight threads fetch the 128 bytes of a row.
@@ -400,6 +389,7 @@ def _weight_scales(
 def _finish(
     SIDE: gl.constexpr, first, second, scales, factors, turn_s, row0, end, col0, out_ptr, stride_o,
     n_out, layout: gl.constexpr, SILU: gl.constexpr, LOW: gl.constexpr, FACTOR: gl.constexpr,
+    KEEP: gl.constexpr,
 ):
     """Scales, activation and routing weights of sums [64, ROWS], turned and stored."""
     a = first.to(gl.float32)
@@ -420,9 +410,9 @@ def _finish(
         a = a * factor
         b = b * factor
     col = col0 + SIDE * 64
-    _put(a, turn_s, row0, end, col, out_ptr, stride_o, n_out)
+    _put(a, turn_s, row0, end, col, out_ptr, stride_o, n_out, KEEP)
     if not SILU:
-        _put(b, turn_s, row0, end, col + 128, out_ptr, stride_o, n_out)
+        _put(b, turn_s, row0, end, col + 128, out_ptr, stride_o, n_out, KEEP)
 
 
 @gluon.jit
@@ -443,7 +433,7 @@ def _silu(x):
 
 
 @gluon.jit
-def _put(y, turn_s, row0, end, col, out_ptr, stride_o, n_out):
+def _put(y, turn_s, row0, end, col, out_ptr, stride_o, n_out, KEEP: gl.constexpr):
     """Store [64, ROWS], turned: 64 columns from col on of the rows from row0 on."""
     # Eight threads store the 128 bytes that a row gets.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -452,14 +442,18 @@ def _put(y, turn_s, row0, end, col, out_ptr, stride_o, n_out):
     outs = out_ptr + (rows.to(gl.int64) * stride_o)[:, None] + cols[None, :]
     turn_s = turn_s.slice(0, y.shape[1])
     turn_s.store(y.to(out_ptr.dtype.element_ty).permute([1, 0]))
-    gl.store(outs, turn_s.load(layout), mask=(rows < end)[:, None] & (cols < n_out)[None, :])
+    there = (rows < end)[:, None] & (cols < n_out)[None, :]
+    if KEEP:
+        gl.store(outs, turn_s.load(layout), mask=there, eviction_policy="evict_last")
+    else:
+        gl.store(outs, turn_s.load(layout), mask=there)
 
 
 @gluon.jit
 def _multiply(
     SIDE: gl.constexpr, ws_ptr, out_ptr, stride_o, buffers, bars, sizes,
     TAIL: gl.constexpr, STAGES: gl.constexpr, SILU: gl.constexpr,
-    GATHERED: gl.constexpr, LOW: gl.constexpr, FACTOR: gl.constexpr,
+    GATHERED: gl.constexpr, LOW: gl.constexpr, FACTOR: gl.constexpr, KEEP: gl.constexpr,
 ):
     full, empty = bars
     n_weights, n_out, n_steps, _, _, n_n = sizes
@@ -499,13 +493,13 @@ def _multiply(
             if not SILU:
                 _finish(
                     SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
-                    stride_o, n_out, half_layout, SILU, LOW, FACTOR)
+                    stride_o, n_out, half_layout, SILU, LOW, FACTOR, KEEP)
                 _finish(
                     SIDE, a1, b1, scales, factors.slice(64, 64), turn_s, row0 + 64, end, col0,
-                    out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR)
+                    out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR, KEEP)
                 _finish(
                     SIDE, c, d, scales, factors.slice(128, TAIL), turn_s, row0 + 128, end, col0,
-                    out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR)
+                    out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR, KEEP)
         elif rows > 64 + TAIL:
             a, b, c, d = _sums(
                 SIDE, buffers, bars, count, n_steps, 128, False, TAIL, STAGES, GATHERED, acc_dtype,
@@ -517,10 +511,10 @@ def _multiply(
             if not SILU:
                 _finish(
                     SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
-                    stride_o, n_out, half_layout, SILU, LOW, FACTOR)
+                    stride_o, n_out, half_layout, SILU, LOW, FACTOR, KEEP)
                 _finish(
                     SIDE, a1, b1, scales, factors.slice(64, 64), turn_s, row0 + 64, end, col0,
-                    out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR)
+                    out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR, KEEP)
         elif rows > 64:
             a0, b0, c, d = _sums(
                 SIDE, buffers, bars, count, n_steps, 64, True, TAIL, STAGES, GATHERED, acc_dtype,
@@ -532,10 +526,10 @@ def _multiply(
             if not SILU:
                 _finish(
                     SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
-                    stride_o, n_out, half_layout, SILU, LOW, FACTOR)
+                    stride_o, n_out, half_layout, SILU, LOW, FACTOR, KEEP)
                 _finish(
                     SIDE, c, d, scales, factors.slice(128, TAIL), turn_s, row0 + 64, end, col0,
-                    out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR)
+                    out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR, KEEP)
         else:
             a0, b0, c, d = _sums(
                 SIDE, buffers, bars, count, n_steps, 64, False, TAIL, STAGES, GATHERED, acc_dtype,
@@ -547,20 +541,20 @@ def _multiply(
             if not SILU:
                 _finish(
                     SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
-                    stride_o, n_out, half_layout, SILU, LOW, FACTOR)
+                    stride_o, n_out, half_layout, SILU, LOW, FACTOR, KEEP)
         if SILU:
             _finish(
                 SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
-                stride_o, n_out, half_layout, SILU, LOW, FACTOR)
+                stride_o, n_out, half_layout, SILU, LOW, FACTOR, KEEP)
             tail_at = _tail_at(rows, TAIL)
             if tail_at == 128:
                 _finish(
                     SIDE, a1, b1, scales, factors.slice(64, 64), turn_s, row0 + 64, end, col0,
-                    out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR)
+                    out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR, KEEP)
             if rows > tail_at:
                 _finish(
                     SIDE, c, d, scales, factors.slice(128, TAIL), turn_s, row0 + tail_at, end,
-                    col0, out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR)
+                    col0, out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR, KEEP)
         count += n_steps
         parity = 1 - parity
         hopper.mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
@@ -577,7 +571,7 @@ def _moe_gemm_hopper_kernel(
     stride_o, n_weights, n_out, n_steps, n_n, n_experts, n_sources,
     LOW: gl.constexpr, SILU: gl.constexpr, ROW_WEIGHT: gl.constexpr, TOP_K: gl.constexpr,
     TAIL: gl.constexpr, STAGES: gl.constexpr, E: gl.constexpr, PDL: gl.constexpr,
-    BACKWARDS: gl.constexpr,
+    KEEP: gl.constexpr,
 ):
     if PDL:
         _let_next_kernel_start()
@@ -614,12 +608,12 @@ def _moe_gemm_hopper_kernel(
     gl.warp_specialize(
         [
             (_multiply, (0, ws_ptr, out_ptr, stride_o, buffers, bars, sizes, TAIL, STAGES, SILU,
-                         GATHERED, LOW, FACTOR)),
+                         GATHERED, LOW, FACTOR, KEEP)),
             (_multiply, (1, ws_ptr, out_ptr, stride_o, buffers, bars, sizes, TAIL, STAGES, SILU,
-                         GATHERED, LOW, FACTOR)),
+                         GATHERED, LOW, FACTOR, KEEP)),
             (_load, (w_desc, boxes, x_ptr, offsets_ptr, ids_ptr, xs_ptr, tw_ptr, tickets_ptr,
                      stride_x, buffers, bars, sizes, TAIL, STAGES, E, SILU, TOP_K, LOW,
-                     ROW_WEIGHT, PDL, BACKWARDS)),
+                     ROW_WEIGHT, PDL)),
         ],
         [4, 4 if TOP_K > 0 else 1], [216 if TOP_K > 0 else 232, 72 if TOP_K > 0 else 40])
 
@@ -719,7 +713,7 @@ def bind(
         SILU=silu,
         ROW_WEIGHT=facts["ROW_WEIGHT"],
         TOP_K=top_k,
-        BACKWARDS=top_k == 0,  # x is what such a product has just written
+        KEEP=silu,
         **device.rounding_each_step(),
         **({"launch_pdl": True} if config["PDL"] else {}),
     )
