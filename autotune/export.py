@@ -67,15 +67,16 @@ def merge(source: Path, folder: Path) -> list[Path]:
 def better(a: Entry, b: Entry) -> Entry:
     """The entry to keep of two for one key and chip.
 
-    Measured before estimated. Of one config the newer measurement. Of two the faster one, where
-    they were timed on the same case; else the one that gains more over its default. Estimates of
-    two models cannot be compared: the newer stays.
+    Measured before estimated. Of one config, or of two versions of the kernel, the newer
+    measurement. Of two configs the faster one, where they were timed on the same case; else the one
+    that gains more over its default. Estimates of two models cannot be compared: the newer stays.
     """
     if bool(a["measured"]) != bool(b["measured"]):
         return a if a["measured"] else b
     facts_a, facts_b = _facts(a), _facts(b)
     newer = b if facts_b.get("date", "") >= facts_a.get("date", "") else a
-    if a["config"] == b["config"] or facts_a.get("model") != facts_b.get("model"):
+    others = ("model", "kernel_hash")
+    if a["config"] == b["config"] or any(facts_a.get(n) != facts_b.get(n) for n in others):
         return newer
     if facts_a.get("case") == facts_b.get("case"):
         return a if _time(a) <= _time(b) else b

@@ -445,6 +445,11 @@ def estimated(us: float, **changes: Any) -> dict[str, Any]:
         (entry(0.5, config={"A": 2}), entry(0.4)),  # the faster one
         (entry(0.4), entry(0.5, date="2026-02-01")),  # one config: what is newer
         (entry(0.4, case="d", config={"A": 2}), entry(0.9, default_ms=3.0)),  # gains compare
+        # Another version of the kernel took the time: what is newer.
+        (
+            entry(0.4, kernel_hash="a"),
+            entry(0.5, config={"A": 2}, kernel_hash="b", date="2026-02-01"),
+        ),
         (estimated(5.0), estimated(4.0)),
         (estimated(1.0), estimated(4.0, model="n", date="2026-02-01")),  # models do not compare
     ],

@@ -389,7 +389,6 @@ def _weight_scales(
 def _finish(
     SIDE: gl.constexpr, first, second, scales, factors, turn_s, row0, end, col0, out_ptr, stride_o,
     n_out, layout: gl.constexpr, SILU: gl.constexpr, LOW: gl.constexpr, FACTOR: gl.constexpr,
-    KEEP: gl.constexpr,
 ):
     """Scales, activation and routing weights of sums [64, ROWS], turned and stored."""
     a = first.to(gl.float32)
@@ -410,9 +409,9 @@ def _finish(
         a = a * factor
         b = b * factor
     col = col0 + SIDE * 64
-    _put(a, turn_s, row0, end, col, out_ptr, stride_o, n_out, KEEP)
+    _put(a, turn_s, row0, end, col, out_ptr, stride_o, n_out)
     if not SILU:
-        _put(b, turn_s, row0, end, col + 128, out_ptr, stride_o, n_out, KEEP)
+        _put(b, turn_s, row0, end, col + 128, out_ptr, stride_o, n_out)
 
 
 @gluon.jit
@@ -433,7 +432,7 @@ def _silu(x):
 
 
 @gluon.jit
-def _put(y, turn_s, row0, end, col, out_ptr, stride_o, n_out, KEEP: gl.constexpr):
+def _put(y, turn_s, row0, end, col, out_ptr, stride_o, n_out):
     """Store [64, ROWS], turned: 64 columns from col on of the rows from row0 on."""
     # Eight threads store the 128 bytes that a row gets.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -442,18 +441,14 @@ def _put(y, turn_s, row0, end, col, out_ptr, stride_o, n_out, KEEP: gl.constexpr
     outs = out_ptr + (rows.to(gl.int64) * stride_o)[:, None] + cols[None, :]
     turn_s = turn_s.slice(0, y.shape[1])
     turn_s.store(y.to(out_ptr.dtype.element_ty).permute([1, 0]))
-    there = (rows < end)[:, None] & (cols < n_out)[None, :]
-    if KEEP:
-        gl.store(outs, turn_s.load(layout), mask=there, eviction_policy="evict_last")
-    else:
-        gl.store(outs, turn_s.load(layout), mask=there)
+    gl.store(outs, turn_s.load(layout), mask=(rows < end)[:, None] & (cols < n_out)[None, :])
 
 
 @gluon.jit
 def _multiply(
     SIDE: gl.constexpr, ws_ptr, out_ptr, stride_o, buffers, bars, sizes,
     TAIL: gl.constexpr, STAGES: gl.constexpr, SILU: gl.constexpr,
-    GATHERED: gl.constexpr, LOW: gl.constexpr, FACTOR: gl.constexpr, KEEP: gl.constexpr,
+    GATHERED: gl.constexpr, LOW: gl.constexpr, FACTOR: gl.constexpr,
 ):
     full, empty = bars
     n_weights, n_out, n_steps, _, _, n_n = sizes
@@ -493,13 +488,13 @@ def _multiply(
             if not SILU:
                 _finish(
                     SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
-                    stride_o, n_out, half_layout, SILU, LOW, FACTOR, KEEP)
+                    stride_o, n_out, half_layout, SILU, LOW, FACTOR)
                 _finish(
                     SIDE, a1, b1, scales, factors.slice(64, 64), turn_s, row0 + 64, end, col0,
-                    out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR, KEEP)
+                    out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR)
                 _finish(
                     SIDE, c, d, scales, factors.slice(128, TAIL), turn_s, row0 + 128, end, col0,
-                    out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR, KEEP)
+                    out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR)
         elif rows > 64 + TAIL:
             a, b, c, d = _sums(
                 SIDE, buffers, bars, count, n_steps, 128, False, TAIL, STAGES, GATHERED, acc_dtype,
@@ -511,10 +506,10 @@ def _multiply(
             if not SILU:
                 _finish(
                     SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
-                    stride_o, n_out, half_layout, SILU, LOW, FACTOR, KEEP)
+                    stride_o, n_out, half_layout, SILU, LOW, FACTOR)
                 _finish(
                     SIDE, a1, b1, scales, factors.slice(64, 64), turn_s, row0 + 64, end, col0,
-                    out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR, KEEP)
+                    out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR)
         elif rows > 64:
             a0, b0, c, d = _sums(
                 SIDE, buffers, bars, count, n_steps, 64, True, TAIL, STAGES, GATHERED, acc_dtype,
@@ -526,10 +521,10 @@ def _multiply(
             if not SILU:
                 _finish(
                     SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
-                    stride_o, n_out, half_layout, SILU, LOW, FACTOR, KEEP)
+                    stride_o, n_out, half_layout, SILU, LOW, FACTOR)
                 _finish(
                     SIDE, c, d, scales, factors.slice(128, TAIL), turn_s, row0 + 64, end, col0,
-                    out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR, KEEP)
+                    out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR)
         else:
             a0, b0, c, d = _sums(
                 SIDE, buffers, bars, count, n_steps, 64, False, TAIL, STAGES, GATHERED, acc_dtype,
@@ -541,20 +536,20 @@ def _multiply(
             if not SILU:
                 _finish(
                     SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
-                    stride_o, n_out, half_layout, SILU, LOW, FACTOR, KEEP)
+                    stride_o, n_out, half_layout, SILU, LOW, FACTOR)
         if SILU:
             _finish(
                 SIDE, a0, b0, scales, factors.slice(0, 64), turn_s, row0, end, col0, out_ptr,
-                stride_o, n_out, half_layout, SILU, LOW, FACTOR, KEEP)
+                stride_o, n_out, half_layout, SILU, LOW, FACTOR)
             tail_at = _tail_at(rows, TAIL)
             if tail_at == 128:
                 _finish(
                     SIDE, a1, b1, scales, factors.slice(64, 64), turn_s, row0 + 64, end, col0,
-                    out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR, KEEP)
+                    out_ptr, stride_o, n_out, half_layout, SILU, LOW, FACTOR)
             if rows > tail_at:
                 _finish(
                     SIDE, c, d, scales, factors.slice(128, TAIL), turn_s, row0 + tail_at, end,
-                    col0, out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR, KEEP)
+                    col0, out_ptr, stride_o, n_out, tail_layout, SILU, LOW, FACTOR)
         count += n_steps
         parity = 1 - parity
         hopper.mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
@@ -571,7 +566,6 @@ def _moe_gemm_hopper_kernel(
     stride_o, n_weights, n_out, n_steps, n_n, n_experts, n_sources,
     LOW: gl.constexpr, SILU: gl.constexpr, ROW_WEIGHT: gl.constexpr, TOP_K: gl.constexpr,
     TAIL: gl.constexpr, STAGES: gl.constexpr, E: gl.constexpr, PDL: gl.constexpr,
-    KEEP: gl.constexpr,
 ):
     if PDL:
         _let_next_kernel_start()
@@ -608,9 +602,9 @@ def _moe_gemm_hopper_kernel(
     gl.warp_specialize(
         [
             (_multiply, (0, ws_ptr, out_ptr, stride_o, buffers, bars, sizes, TAIL, STAGES, SILU,
-                         GATHERED, LOW, FACTOR, KEEP)),
+                         GATHERED, LOW, FACTOR)),
             (_multiply, (1, ws_ptr, out_ptr, stride_o, buffers, bars, sizes, TAIL, STAGES, SILU,
-                         GATHERED, LOW, FACTOR, KEEP)),
+                         GATHERED, LOW, FACTOR)),
             (_load, (w_desc, boxes, x_ptr, offsets_ptr, ids_ptr, xs_ptr, tw_ptr, tickets_ptr,
                      stride_x, buffers, bars, sizes, TAIL, STAGES, E, SILU, TOP_K, LOW,
                      ROW_WEIGHT, PDL)),
@@ -713,7 +707,6 @@ def bind(
         SILU=silu,
         ROW_WEIGHT=facts["ROW_WEIGHT"],
         TOP_K=top_k,
-        KEEP=silu,
         **device.rounding_each_step(),
         **({"launch_pdl": True} if config["PDL"] else {}),
     )

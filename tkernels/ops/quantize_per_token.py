@@ -31,7 +31,6 @@ from tkernels.quantized_rows import collect, scales_of, scales_of_collected, sto
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
 
 _OP = "quantize_per_token"
-_EVICTION = ""
 
 
 def quantize_per_token_ref(
@@ -73,7 +72,6 @@ def _quantize_per_token_kernel(
     PDL: tl.constexpr,
     THREADS: tl.constexpr,  # the chip has some
     FOLD: tl.constexpr,  # numbers of a row that become int8 at once; 0: all
-    EVICTION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -88,12 +86,12 @@ def _quantize_per_token_kernel(
             tile = n_tiles - 1 - tile
         _quantize_tile(
             tile, x_ptr, out_ptr, scale_ptr, stride_x, stride_o, n_rows,
-            N_COLS, THREADS, FOLD, EVICTION, BLOCK_ROWS, BLOCK_N)
+            N_COLS, THREADS, FOLD, BLOCK_ROWS, BLOCK_N)
     else:
         for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
             _quantize_tile(
                 tile, x_ptr, out_ptr, scale_ptr, stride_x, stride_o, n_rows,
-                N_COLS, THREADS, FOLD, EVICTION, BLOCK_ROWS, BLOCK_N)
+                N_COLS, THREADS, FOLD, BLOCK_ROWS, BLOCK_N)
     # fmt: on
     if PDL and AHEAD:  # who waits for this kernel must not run before the earlier ones have ended
         _wait_for_earlier_kernels()
@@ -111,7 +109,6 @@ def _quantize_tile(
     N_COLS: tl.constexpr,
     THREADS: tl.constexpr,
     FOLD: tl.constexpr,
-    EVICTION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -124,7 +121,7 @@ def _quantize_tile(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     if N_COLS <= BLOCK_N:
         ok = row_ok[:, None] & (column < N_COLS)
-        x = tl.load(xs, mask=ok, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+        x = tl.load(xs, mask=ok, other=0.0).to(tl.float32)
         scale, inverse = scales_of(x, THREADS)
         store_codes(out_rows, column, x, inverse, ok, dtype, THREADS, FOLD, BLOCK_ROWS, BLOCK_N)
     else:
@@ -244,7 +241,6 @@ def _plan(
         AHEAD=ahead,
         THREADS=dev.registers > 0,
         FOLD=64 if dev.is_npu and cfg["BLOCK_N"] >= 64 else 0,
-        EVICTION=_EVICTION,
         **cfg,
         **({"launch_pdl": True} if cfg["PDL"] else {}),
     )
