@@ -1026,7 +1026,7 @@ _FIELDS = ("m", "n", "k", "dtype", "path", "high_weight", "aligned")
 
 def _tuning_key(problem: Problem) -> dict[str, Any]:
     p = problem
-    bucket = 16
+    bucket = 8 if p["m"] <= 8 else 16  # the rows of the narrowest tiles, and of the next ones
     while bucket < min(p["m"], 16384):
         bucket *= 4
     # All that can run high share a config: then their sums are taken in one order, with a mask and
