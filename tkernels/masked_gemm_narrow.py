@@ -309,14 +309,10 @@ def _expected_ns(config: Config, m: int, n: int, k: int) -> float:
 def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     """Reason why a config of this body cannot be launched; None: it can.
 
-    Rows that may run high have one config: calls with a mask and with ``high=True`` share a tuned
-    one, in which the high rows' tiles are the same.
+    Whatever it is, rows that run high have the tiles of the portable default: so calls with a mask
+    and with ``high=True``, which share a tuned config, give them the same bits.
     """
-    if why := _why_no_tiles(config, dev):
-        return why
-    if problem["path"] != "int8" and config != (only := default_config(problem, dev)):
-        return f"variant narrow has one config where rows may run high, {only}"
-    return None
+    return _why_no_tiles(config, dev)
 
 
 def _why_no_tiles(config: Config, dev: Device) -> str | None:
