@@ -339,6 +339,8 @@ def test_a_captured_graph_serves_any_routing(
     [
         ({"x": None}, "fused_moe: x must be a tensor, got None"),
         ({"x": torch.zeros(T)}, r"fused_moe: x must have shape \[T, H\], got float32 \[13\]"),
+        ({"x": torch.zeros(T, 8, dtype=torch.int32)}, "fused_moe: x must be .*, got int32"),
+        ({"x": torch.zeros(T, 16)[:, ::2]}, "fused_moe: x must be contiguous in its last"),
         ({"router_logits": torch.zeros(T + 1, E)}, r"fused_moe: router_logits must have shape \[T"),
         ({"router_logits": torch.zeros(T, 8)}, "fused_moe: router_logits must have E=6 columns wi"),
         ({"gate_up_weight": torch.zeros(E, 47, H).half()}, r"fused_moe: gate_up_weight must have "),

@@ -128,6 +128,8 @@ def test_with_a_mask_and_with_high_rows_alone_it_is_the_same(high_weight: bool) 
             assert chosen[-1]["variant"] == "narrow"
             for config in (chosen[-1], {**chosen[-1], "num_stages": 2}):
                 assert SPEC.why_illegal(config, problem, SM90) is None
+            more = {**problem, "m": 65}  # what the high rows would take then has tensor maps
+            assert "at most 64 rows" in str(SPEC.why_illegal(chosen[-1], more, SM90))
         assert chosen[0] == chosen[1]
 
 

@@ -122,12 +122,10 @@ def test_when_most_keys_come_first(batch: int, heads: str, long_first: bool) -> 
 
 
 def test_what_long_first_needs() -> None:
-    most = paged_attn_order.MOST_SEQUENCES
-    for batch, why in ((1, None), (most, None), (most + 1, f"at most, got {most + 1}")):
+    for batch in (1, paged_attn_order.MOST_SEQUENCES, paged_attn_order.MOST_SEQUENCES + 1):
         problem = paged_problem([100] * batch, "32/8x128", BF16)
         config = {**decode_config(problem, SM90), "LONG_FIRST": True}
-        said = SPEC.why_illegal(config, problem, SM90)
-        assert said is None if why is None else why in str(said)
+        assert SPEC.why_illegal(config, problem, SM90) is None
     chunk = paged_problem((100,), "32/8x128", BF16, q_lens=(50,))
     config = {**SPEC.default_config(chunk, SM90), "LONG_FIRST": True}
     assert "LONG_FIRST" in str(SPEC.why_illegal(config, chunk, SM90))

@@ -63,7 +63,7 @@ def program_at(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(
         place: int, lens: list[int], splits: int, share: int, window: int | None
     ) -> tuple[int, ...]:
-        lanes = paged_attn_order.lanes_of(len(lens))
+        lanes = paged_attn_order.lanes_of(len(lens), True)
         has_window = window is not None
         return tuple(
             getattr(kernel, "fn", kernel)(
@@ -184,7 +184,10 @@ def test_programs_go_on_while_there_is_work(
 
 
 def test_lanes() -> None:
-    assert [paged_attn_order.lanes_of(n) for n in (1, 32, 33, 64, 256)] == [32, 32, 64, 64, 256]
+    """A batch that is too large stays in the order of sequences, whatever the config says."""
+    lanes = {n: paged_attn_order.lanes_of(n, True) for n in (1, 32, 33, 64, 256, 257)}
+    assert lanes == {1: 32, 32: 32, 33: 64, 64: 64, 256: 256, 257: 0}
+    assert paged_attn_order.lanes_of(64, False) == 0
 
 
 @pytest.mark.parametrize(

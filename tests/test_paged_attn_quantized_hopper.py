@@ -105,11 +105,10 @@ def test_why_illegal(changed: Config, why: str) -> None:
 
 
 def test_what_long_first_needs() -> None:
-    for batch, why in ((256, None), (257, "a batch of 256 at most, got 257")):
+    for batch in (256, 257):
         problem = problem_of([64] * batch, "32/8x128", BF16, "int8")
         config = {**SPEC.default_config(problem, SM90), "LONG_FIRST": True}
-        said = SPEC.why_illegal(config, problem, SM90)
-        assert said is None if why is None else why in str(said)
+        assert SPEC.why_illegal(config, problem, SM90) is None
     static = problem_of([64] * 64, "32/8x128", BF16, "int8_static")
     config = {**SPEC.default_config(static, SM90), "LONG_FIRST": True}
     assert SPEC.why_illegal(config, static, SM90) == "LONG_FIRST needs variant hopper"

@@ -312,6 +312,8 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     Whatever it is, rows that run high have the tiles of the portable default: so calls with a mask
     and with ``high=True``, which share a tuned config, give them the same bits.
     """
+    if problem["path"] != "int8" and problem["m"] > 64:
+        return f"variant narrow has at most 64 rows where some may run high, got {problem['m']}"
     return _why_no_tiles(config, dev)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 
 from tkernels.check import (
+    FLOAT_DTYPES,
     check_dtype,
     check_last_contiguous,
     check_no_overlap,
@@ -148,6 +149,8 @@ def fused_moe(
         check_tensor(_OP, name, t)
     if x.dim() != 2:
         raise ValueError(f"{_OP}: x must have shape [T, H], got {describe(x)}")
+    check_dtype(_OP, "x", x, FLOAT_DTYPES)
+    check_last_contiguous(_OP, "x", x)
     n_tokens, hidden = x.shape
     if gate_up_weight.dim() != 3 or gate_up_weight.shape[1] % 2:
         raise ValueError(

@@ -90,13 +90,6 @@ def _program_at(
 # fmt: on
 
 
-def why_unfit(batch: int) -> str | None:
-    """Reason why a batch of so many sequences cannot be put in order; None: it can."""
-    if batch <= MOST_SEQUENCES:
-        return None
-    return f"LONG_FIRST needs a batch of {MOST_SEQUENCES} at most, got {batch}"
-
-
 def splits_of(tiles: int, keys: int, at_once: int) -> int:
     """Into how many parts the keys of a sequence, at most ``keys``, go where tiles are many.
 
@@ -113,6 +106,10 @@ def splits_of(tiles: int, keys: int, at_once: int) -> int:
     return max(range(most - most // 4, most + 1), key=lambda splits: (filled(splits), splits))
 
 
-def lanes_of(batch: int) -> int:
-    """E of ``_program_at``."""
-    return max(32, next_power_of_2(batch))
+def lanes_of(batch: int, long_first: bool) -> int:
+    """E of ``_program_at``; 0 where programs stay in the order of sequences.
+
+    A tuned config may have LONG_FIRST and serve a batch that is too large to be put in order, as
+    keys know sequences times heads. No result depends on the order.
+    """
+    return max(32, next_power_of_2(batch)) if long_first and batch <= MOST_SEQUENCES else 0

@@ -765,7 +765,8 @@ def _bind_decode(
     tiles = paged_attn_decode_hopper.tiles_of(1, n_heads, n_kv_heads)  # of a sequence
     places = n_tokens * splits
     started = places
-    if config["LONG_FIRST"]:
+    lanes = paged_attn_order.lanes_of(n_tokens, config["LONG_FIRST"])
+    if lanes:
         started = paged_attn_decode_hopper.places_to_start(
             n_tokens, splits, tiles, config, head_dim, device.current()
         )
@@ -799,7 +800,7 @@ def _bind_decode(
         W=config["num_warps"],
         SPLITS=splits,
         MIN_SHARE=config["MIN_SHARE"],
-        LONG_FIRST=paged_attn_order.lanes_of(n_tokens) if config["LONG_FIRST"] else 0,
+        LONG_FIRST=lanes,
         ROUNDS=started < places,
         PDL=config["PDL"],
         num_warps=config["num_warps"],
@@ -1256,8 +1257,6 @@ def _why_not_decode(config: Config, problem: Problem, dev: Device) -> str | None
         return f"variant hopper_decode has {', '.join(wrong)}"
     if config["SPLITS"] < 1 or config["MIN_SHARE"] < 1:
         return "SPLITS and MIN_SHARE must be 1 or more"
-    if config["LONG_FIRST"] and (why := paged_attn_order.why_unfit(problem["batch"])):
-        return why
     return paged_attn_decode_hopper.why_illegal(config, problem["head_dim"], dev)
 
 

@@ -919,7 +919,7 @@ def _bind_hopper(call: _Call, cfg: Config, max_programs: int) -> Callable[..., N
         LIST=paged_attn_quantized_hopper.LIST,
         SPLITS=cfg["SPLITS"],
         MIN_SHARE=cfg["MIN_SHARE"],
-        LONG_FIRST=paged_attn_order.lanes_of(call.batch) if cfg["LONG_FIRST"] else 0,
+        LONG_FIRST=paged_attn_order.lanes_of(call.batch, cfg["LONG_FIRST"]),
         PDL=cfg["PDL"],
         num_warps=1,
         **_launch_options(cfg),
@@ -1187,8 +1187,6 @@ def _why_not_hopper(config: Config, problem: Problem, dev: Device) -> str | None
         return f"variant hopper has {', '.join(wrong)}"
     if config["SPLITS"] < 1 or config["MIN_SHARE"] < 1:
         return "SPLITS and MIN_SHARE must be 1 or more"
-    if config["LONG_FIRST"] and (why := paged_attn_order.why_unfit(problem["batch"])):
-        return why
     return paged_attn_quantized_hopper.why_illegal(config, problem["head_dim"], dev)
 
 
