@@ -43,6 +43,7 @@ SPILLS = {
         for product in ("gate_up", "down")
         for kind in ("", "w8a8-", "zipf-")
     },
+    "watch_activations/1x8x12288-bf16": 16,  # of the tuned config, 1.2 times as fast all the same
 }
 
 
