@@ -25,15 +25,17 @@ from tkernels.testing import (
     bytes_of,
     clone_inputs,
     guarded,
+    own_copy,
     poisoned_memory,
     prepared,
     result_names,
+    set_count,
     tensors_of,
     truth_of,
     written_by,
 )
 
-_MOST_SETS = 16
+_MOST_SETS = 1024  # each is a launch to capture, and that for each config
 _SAMPLES = 5  # of a block
 _BLOCK_S = 0.5  # a block of slow calls has fewer
 _DUEL_S = 30.0
@@ -47,17 +49,23 @@ class Bench:
 
     spec: KernelSpec
     inputs: dict[str, Any]  # no config sees these: one that spoils its inputs would blame the next
-    sets: list[dict[str, Any]]  # equal inputs that together exceed the last-level cache
+    sets: list[dict[str, Any]]  # equal inputs that take turns, as many as python -m bench has
     truth: tuple[torch.Tensor, ...]
 
 
 def lay_out(spec: KernelSpec, problem: Problem) -> Bench:
-    """Inputs of ``problem``, enough copies to exceed twice the last-level cache, and its truth."""
+    """Inputs of ``problem``, copies that leave the cache as those of the bench do, its truth."""
     first = spec.make_inputs(problem, device.tensor_device())
-    size = sum(t.nbytes for t in first.values() if isinstance(t, torch.Tensor))
-    count = min(_MOST_SETS, 1 + 2 * device.l2_bytes() // max(size, 1))
-    sets = [clone_inputs(first) for _ in range(count)]
-    return Bench(spec, first, sets, truth_of(spec, first))
+    truth = truth_of(spec, first)
+    touched = spec.cost(problem).bytes
+    own = [name for name, value in first.items() if own_copy(spec, name, value, touched)]
+    per_set = sum(first[name].nbytes for name in own) + sum(t.nbytes for t in truth)
+    count, _ = set_count(touched, per_set, device.l2_bytes(), hot=False)
+    sets = [clone_inputs(first)]
+    for _ in range(min(count, _MOST_SETS) - 1):
+        copies = clone_inputs({name: first[name] for name in own})
+        sets.append({**sets[0], **copies})
+    return Bench(spec, first, sets, truth)
 
 
 def compile_only(spec: KernelSpec, inputs: dict[str, Any], config: Config) -> dict[str, Any]:
@@ -121,13 +129,17 @@ def _unwritten(like: torch.Tensor) -> torch.Tensor:
 
 def _restore(bench: Bench) -> None:
     """Undo what timing or a wrong config did to the inputs."""
+    restored: set[int] = set()  # sets share large tables
     for inputs in bench.sets:
         for name, kept in bench.inputs.items():
-            repeats = isinstance(kept, torch.Tensor) and any(
+            if not isinstance(kept, torch.Tensor) or id(inputs[name]) in restored:
+                continue
+            restored.add(id(inputs[name]))
+            repeats = any(
                 n > 1 and stride == 0
                 for n, stride in zip(inputs[name].shape, inputs[name].stride(), strict=True)
             )
-            if isinstance(kept, torch.Tensor) and not repeats:
+            if not repeats:
                 inputs[name].copy_(kept)
 
 

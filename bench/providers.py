@@ -30,8 +30,6 @@ Calls = dict[str, list[Call]]
 
 BUILT_IN = (OURS, DEFAULT, "reference", "compile")
 
-_MEMORY_CAP = 8 << 30  # bytes of inputs and outputs in rotation, all providers together
-_MAX_SETS = 8192
 _COMPARED = 1 << 22  # elements of an output that are compared before timing
 
 
@@ -43,44 +41,18 @@ def input_sets(spec: KernelSpec, case: Case, hot: bool) -> tuple[list[Inputs], l
     inputs = spec.make_inputs(case.problem, device.tensor_device())
     results = testing.tensors_of(spec.reference(**testing.clone_inputs(inputs)))
     touched = spec.cost(case.problem).bytes
-    per_set = sum(t.nbytes for t in results) + sum(
-        value.nbytes for name, value in inputs.items() if _own_copy(spec, name, value, touched)
-    )
-    count, cache = set_count(touched, per_set, device.l2_bytes(), hot=hot)
+    own = {n for n, value in inputs.items() if testing.own_copy(spec, n, value, touched)}
+    per_set = sum(t.nbytes for t in results) + sum(inputs[name].nbytes for name in own)
+    count, cache = testing.set_count(touched, per_set, device.l2_bytes(), hot=hot)
     sets = [inputs]
     for _ in range(count - 1):
-        copies = {
-            name: value.clone() if _own_copy(spec, name, value, touched) else value
-            for name, value in inputs.items()
-        }
-        sets.append(copies)
+        sets.append({n: value.clone() if n in own else value for n, value in inputs.items()})
     shapes = dict(zip(spec.outputs, results, strict=False))
     outs = [
         {n: torch.empty_like(t, memory_format=torch.contiguous_format) for n, t in shapes.items()}
         for _ in sets
     ]
     return sets, outs, cache
-
-
-def _own_copy(spec: KernelSpec, name: str, value: Any, touched: int) -> bool:
-    """Whether each set has this argument to itself.
-
-    A tensor larger than all that a call moves is a table of which few rows are read (cos and sin of
-    all positions): it is shared, as the layers of a model share it.
-    """
-    if not isinstance(value, torch.Tensor):
-        return False
-    return name in spec.mutates or value.nbytes <= touched
-
-
-def set_count(touched: int, per_set: int, l2_bytes: int, *, hot: bool) -> tuple[int, str]:
-    """How many sets take turns, and the state of the cache that this gives."""
-    if hot or l2_bytes == 0:
-        return 1, "hot"
-    needed = math.ceil(2 * l2_bytes / max(touched, 1))
-    # Outputs exist once for each of a handful of providers: leave room for four times a set.
-    affordable = max(1, min(_MAX_SETS, _MEMORY_CAP // max(4 * per_set, 1)))
-    return min(needed, affordable), "cold" if needed <= affordable else "warm"
 
 
 # ---- calls ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 
 from bench import host_overhead, providers, report, roofline, rows, run
 from bench.__main__ import main
-from tkernels import config, device, offline, registry
+from tkernels import config, device, offline, registry, testing
 from tkernels.registry import KernelSpec
 from tkernels.testing import Timing
 
@@ -344,7 +344,7 @@ def test_wrong_kernel_ends_the_command_with_1(
 def test_sets_exceed_twice_the_cache(
     touched: int, per_set: int, hot: bool, expected: tuple[int, str]
 ) -> None:
-    assert providers.set_count(touched, per_set, 50_000_000, hot=hot) == expected
+    assert testing.set_count(touched, per_set, 50_000_000, hot=hot) == expected
 
 
 def test_sets_have_buffers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

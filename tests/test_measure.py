@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from autotune import measure
+from bench import providers
 from tkernels import device, testing
 from tkernels.registry import KernelSpec, all_kernels, get
 
@@ -70,3 +71,30 @@ def test_what_is_prepared_keeps_its_calls_alive(monkeypatch: pytest.MonkeyPatch)
     gc.collect()
     assert there() is not None
     assert ready.method == "graph"
+
+
+def test_the_tuner_and_the_bench_leave_the_same_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many sets, a large table shared; what timing spoils is put back, the table too."""
+    rope = get("rope")
+    case = next(case for case in rope.cases if "smoke" in case.tags)
+    touched = rope.cost(case.problem).bytes
+
+    def make_inputs(problem: Any, dev: torch.device) -> dict[str, Any]:
+        inputs = rope.make_inputs(problem, dev)
+        table = inputs["cos_sin_cache"]
+        more = table.new_zeros(touched // table[0].nbytes + 1, table.shape[1])
+        return {**inputs, "cos_sin_cache": torch.cat([table, more])}
+
+    spec = dataclasses.replace(rope, make_inputs=make_inputs)
+    monkeypatch.setattr(device, "l2_bytes", lambda: 3 * touched)
+    bench = measure.lay_out(spec, case.problem)
+    theirs, _, cache = providers.input_sets(spec, case, hot=False)
+    assert (len(bench.sets), len(theirs), cache) == (6, 6, "cold")
+    assert len({s["q"].data_ptr() for s in bench.sets}) == 6
+    assert len({s["cos_sin_cache"].data_ptr() for s in bench.sets}) == 1
+    assert bench.sets[0]["cos_sin_cache"] is not bench.inputs["cos_sin_cache"]
+    for name in ("q", "cos_sin_cache"):
+        bench.sets[5][name].fill_(torch.nan)
+    measure.ready(bench, spec.default_config(case.problem, device.current()))
+    for name in ("q", "cos_sin_cache"):
+        torch.testing.assert_close(bench.sets[5][name], bench.inputs[name])

@@ -98,8 +98,8 @@ def linear_tuning_key(problem: Problem) -> dict[str, Any]:
     rows = 1 if p["m"] == 1 else min(max(8, next_power_of_2(p["m"])), 1024)
     return {
         "rows_up_to": rows,
-        "n_up_to": next_power_of_2(p["n"]),
-        "k_up_to": next_power_of_2(p["k"]),
+        "n": p["n"],
+        "k": p["k"],
         "gated": p["gated"],
         "normed": p["normed"],
         "aligned": p["aligned"],

@@ -226,6 +226,34 @@ def assert_right(spec: KernelSpec, inputs: Mapping[str, Any], got: Sequence[torc
 
 # ---- timing ----------------------------------------------------------------------------------
 
+_MEMORY_CAP = 8 << 30  # bytes of inputs and outputs in rotation, all candidates together
+_MAX_SETS = 8192
+
+
+def own_copy(spec: KernelSpec, name: str, value: Any, touched: int) -> bool:
+    """Whether each set of inputs has this argument to itself, where a call moves ``touched`` bytes.
+
+    A tensor larger than all that a call moves is a table of which few rows are read (cos and sin of
+    all positions): it is shared, as the layers of a model share it.
+    """
+    if not isinstance(value, torch.Tensor):
+        return False
+    return name in spec.mutates or value.nbytes <= touched
+
+
+def set_count(touched: int, per_set: int, l2_bytes: int, *, hot: bool) -> tuple[int, str]:
+    """How many sets of ``per_set`` bytes take turns, and the state of the cache that this gives.
+
+    Together they are twice the cache, so that each call finds its data in memory, as a layer of a
+    model does; ``hot`` is one set, used over and over.
+    """
+    if hot or l2_bytes == 0:
+        return 1, "hot"
+    needed = math.ceil(2 * l2_bytes / max(touched, 1))
+    # Outputs exist once for each of a handful of candidates: leave room for four times a set.
+    affordable = max(1, min(_MAX_SETS, _MEMORY_CAP // max(4 * per_set, 1)))
+    return min(needed, affordable), "cold" if needed <= affordable else "warm"
+
 
 @dataclasses.dataclass(frozen=True)
 class Timing:

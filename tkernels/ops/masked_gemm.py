@@ -1036,8 +1036,8 @@ def _tuning_key(problem: Problem) -> dict[str, Any]:
         "high": ("w16" if p["high_weight"] else "w8") if may_be_high else "none",
         "aligned": p["aligned"],
         "m_up_to": bucket,
-        "n_up_to": next_power_of_2(p["n"]),
-        "k_up_to": next_power_of_2(p["k"]),
+        "n": p["n"],
+        "k": p["k"],
     }
 
 

@@ -791,8 +791,8 @@ def _tuning_key(problem: Problem) -> dict[str, Any]:
         "silu_and_mul": p["silu_and_mul"],
         "few": p["rows"] <= p["experts"],
         "rows_an_expert_up_to": min(per_expert, 1024),
-        "n_up_to": next_power_of_2(p["n"]),
-        "k_up_to": next_power_of_2(p["k"]),
+        "n": p["n"],
+        "k": p["k"],
     }
 
 

@@ -890,8 +890,8 @@ def _tuning_key(problem: Problem) -> dict[str, Any]:
         "group": "row" if group == p["k"] else group,
         "zero": p["zero"],
         "m_up_to": bucket,
-        "n_up_to": next_power_of_2(p["n"]),
-        "k_up_to": next_power_of_2(p["k"]),
+        "n": p["n"],
+        "k": p["k"],
     }
 
 
