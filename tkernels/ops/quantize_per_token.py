@@ -31,6 +31,9 @@ from tkernels.quantized_rows import collect, scales_of, scales_of_collected, sto
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
 
 _OP = "quantize_per_token"
+# Programs of ``quantize_ahead``. Each waits at its end for the kernel that it runs beside, and who
+# found no place till then would start only behind that.
+_AHEAD_PER_CORE = 8
 
 
 def quantize_per_token_ref(
@@ -230,8 +233,10 @@ def _plan(
         return None
     cfg, max_programs = resolve(SPEC, (n_rows, n_cols, x.dtype), config)
     n_tiles = cdiv(n_rows, cfg["BLOCK_ROWS"])
-    programs = min(n_tiles, max_programs)
     dev = device.current()
+    if ahead:  # one that has no place yet would start only when others have waited
+        max_programs = min(max_programs, _AHEAD_PER_CORE * dev.num_cores)
+    programs = min(n_tiles, max_programs)
     cfg.setdefault("PDL", False)  # Ascend has none
     launch = bind(
         _quantize_per_token_kernel,
