@@ -117,3 +117,31 @@ def test_many_narrow_rows_cost_no_conversions() -> None:
     """Compiled for sm_90: reads of 16 bytes, and the low byte of a sum for each code."""
     spills, wide, loads, conversions = json.loads(lines_of(CHILD)[-1])
     assert (spills, wide, conversions) == (0, loads, 0)
+
+
+BESIDE = r"""
+import json
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tkernels import device, offline
+from tkernels.ops.quantize_per_token import quantize_ahead, quantize_per_token
+
+with FakeTensorMode(), offline.record_launches() as launches:
+    for rows in (64, 4096, 32768):
+        x = torch.empty(rows, 2048, dtype=torch.bfloat16)
+        codes, scale = torch.empty(rows, 2048, dtype=torch.int8), torch.empty(rows)
+        quantize_ahead(x, codes, scale)
+        quantize_per_token(x, out=codes, scale_out=scale)
+print(json.dumps([device.current().num_cores, *(launch.grid[0] for launch in launches)]))
+"""
+
+
+def test_what_runs_beside_another_kernel_has_a_place_at_once() -> None:
+    """Its programs wait at their ends: those without a place would come behind what they should run
+    beside."""
+    cores, *programs = json.loads(lines_of(BESIDE)[-1])
+    ahead, behind = programs[::2], programs[1::2]
+    assert ahead[0] == behind[0] == 64
+    assert all(
+        count <= 8 * cores < other for count, other in zip(ahead[1:], behind[1:], strict=True)
+    )
