@@ -42,6 +42,7 @@ def test_readme_examples_run() -> None:
     programs = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     results = [
         ("tuple(y.shape)", "(64, 4096)"),
+        ("tuple(out.shape), bool(out.isfinite().all())", "(2, 32, 128) True"),
         ("tuple(out.shape)", "(1, 32, 128)"),
         ("tuple(y.shape)", "(5, 256)"),
         ("engine.counts.new_tokens > 4, engine.has_work()", "True False"),
