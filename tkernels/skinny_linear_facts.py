@@ -93,7 +93,7 @@ FIELDS = ("m", "n", "k", "dtype", "gated", "normed", "aligned")
 
 
 def linear_tuning_key(problem: Problem) -> dict[str, Any]:
-    """Sizes in powers of two, of rows 1, 8, 16, 32, ..."""
+    """Rows up to 1, 8, 16, 32, ... 1024; the weight by its exact size."""
     p = problem
     rows = 1 if p["m"] == 1 else min(max(8, next_power_of_2(p["m"])), 1024)
     return {
