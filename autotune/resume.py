@@ -149,18 +149,30 @@ def _why_apart(
     if kernel not in by_name:
         return f"no kernel {kernel} is registered (--import names its module)"
     source = fingerprint.kernel_hash(by_name[kernel])
-    if study.user_attrs["fingerprint"].get("kernel_hash") == source:
+    key = _key_now(study, by_name[kernel])
+    same_source = study.user_attrs["fingerprint"].get("kernel_hash") == source
+    if same_source and key == study.user_attrs["key"]:
         return None
+    wanted = _problem(study, key)
     for other in studies:
-        facts = other.user_attrs["fingerprint"]
-        if facts.get("kernel_hash") == source and _problem(other) == _problem(study):
+        attrs = other.user_attrs
+        same = attrs["fingerprint"].get("kernel_hash") == source
+        if same and _problem(other, attrs["key"]) == wanted:
             return ""
-    return "the kernel has changed since; --kernel begins anew"
+    what = "its tuning key has" if same_source else "the kernel has"
+    return f"{what} changed since; --kernel begins anew"
 
 
-def _problem(study: optuna.Study) -> tuple[Any, ...]:
-    attrs = study.user_attrs
-    return (attrs["kernel"], *_kind(study), label_of(attrs["key"]), label_of(_only(study)))
+def _key_now(study: optuna.Study, spec: KernelSpec) -> Mapping[str, Any]:
+    """The key that a launch would look up for the problem of ``study``."""
+    try:
+        return spec.tuning_key(tune.task_of(study).problem)
+    except (KeyError, TypeError):  # the kernel's problems had other fields
+        return {}
+
+
+def _problem(study: optuna.Study, key: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (study.user_attrs["kernel"], *_kind(study), label_of(key), label_of(_only(study)))
 
 
 # ---- ended ---------------------------------------------------------------------------------------

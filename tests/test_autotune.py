@@ -372,15 +372,16 @@ def test_resume_names_what_cannot_go_on_here(
     where = str(tmp_path / "journal.log")
     storage = store.open_storage(where)
     same = {"kernel_hash": fingerprint.kernel_hash(SPEC)}
-    for kernel, arch, facts in (
-        ("rms_norm", "sm75", same),
-        ("rms_norm", "sm75", same),
-        ("rms_norm", "ascend910b", {**same, "offline": True}),
-        ("rms_norm", "sm90", {"kernel_hash": "of before"}),
-        ("nobodys", "sm90", same),
+    problems = [task.problem for task in bench_tasks(SPEC, "sm75")]
+    for kernel, arch, facts, problem in (
+        ("rms_norm", "sm75", same, problems[0]),
+        ("rms_norm", "sm75", same, problems[1]),
+        ("rms_norm", "ascend910b", {**same, "offline": True}, problems[0]),
+        ("rms_norm", "sm90", {"kernel_hash": "of before"}, problems[0]),
+        ("nobodys", "sm90", same, problems[0]),
     ):
-        key = {"n": len(store.all_studies(storage))}
-        store.open_study(storage, Task(kernel, "a case", {"n": 1}, key, arch), facts, {})
+        key = SPEC.tuning_key(problem)
+        store.open_study(storage, Task(kernel, "a case", problem, key, arch), facts, {})
     assert main(["--resume", "--storage", where]) == 0
     said = capsys.readouterr().err.splitlines()
     assert [line.partition("autotune: ")[2] for line in said] == [
@@ -397,6 +398,31 @@ def test_resume_names_what_cannot_go_on_here(
     assert capsys.readouterr().err == (
         f"autotune: no search for sm120 was interrupted, in {where}\n"
     )
+
+
+@pytest.mark.parametrize("searched_again", [False, True])
+def test_a_search_under_a_key_of_before_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], searched_again: bool
+) -> None:
+    """No launch would find what it exports; silent where the problem was searched since."""
+    where = str(tmp_path / "journal.log")
+    storage = store.open_storage(where)
+    facts = {"kernel_hash": fingerprint.kernel_hash(SPEC)}
+    problem = bench_tasks(SPEC, "sm90")[0].problem
+    key = SPEC.tuning_key(problem)
+    for label in [{"n_up_to": 1}, *([key] if searched_again else [])]:
+        study = store.open_study(
+            storage, Task("rms_norm", "a case", problem, label, "sm90"), facts, {}
+        )
+        done = {"config": {}, "ms": 1.0, "default_config": {}, "default_ms": 1.0, "trials": 1}
+        done |= {"failures": {}, "wrong": [], "measured": {"date": "2026-11-28"}, "estimate": None}
+        study.set_user_attr("outcome", {**done, "exhausted": True, "terms": None})
+    assert main(["--export", str(tmp_path), "--storage", where]) == (0 if searched_again else 2)
+    said = "its tuning key has changed since; --kernel begins anew"
+    assert (said in capsys.readouterr().err) is not searched_again
+    if searched_again:
+        entries = json.loads((tmp_path / "sm90/rms_norm.json").read_text())["entries"]
+        assert [entry["key"] for entry in entries] == [key]
 
 
 @on_interpreter
