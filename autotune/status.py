@@ -76,6 +76,7 @@ def _rows_of(
 ) -> Iterator[Row]:
     files, refused = _files(spec.name, folders, dev.arch)
     source = fingerprint.kernel_hash(spec)
+    forms = {frozenset(spec.tuning_key(case.problem)) for case in spec.cases}
     served: set[str] = set()
     for task in problems.bench_tasks(spec, dev.arch):
         served.add(task.label)
@@ -92,6 +93,8 @@ def _rows_of(
                 case = str(_record(entry).get("case", ""))
                 blank = Row(spec.name, case, dev.arch, entry["key"], "missing", False)
                 doubts = _doubts(entry, path, dev, facts, source)
+                if forms and frozenset(entry["key"]) not in forms:
+                    doubts.insert(0, "not used: its key is of another version")
                 yield _filled(blank, entry, path, None, doubts, today)
 
 

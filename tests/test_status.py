@@ -107,6 +107,14 @@ def test_each_case_has_a_row(tmp_path: Path) -> None:
     )
 
 
+def test_a_key_of_another_version_is_a_doubt(tmp_path: Path) -> None:
+    write(tmp_path, {**measured(0), "key": {"k_up_to": 64}})
+    *cases, other = rows(tmp_path)
+    assert {row.state for row in cases} == {"missing"}
+    assert (other.bench, other.stale) == (False, ("not used: its key is of another version",))
+    assert ", 1 stale, 1 entries of other problems" in status.summary(rows(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
