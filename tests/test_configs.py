@@ -230,6 +230,27 @@ def test_bad_stored_config_warns_and_is_left_out(
         config.reload()
 
 
+def test_a_file_with_keys_of_another_version_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = all_kernels()["rms_norm"]
+    problem = spec.cases[0].problem
+    key, default = spec.tuning_key(problem), spec.default_config(problem, device.current())
+    monkeypatch.setenv("TKERNELS_CONFIG_DIR", str(tmp_path))
+    _store(tmp_path, spec, {"k_up_to": 64}, default)
+    config.reload()
+    try:
+        with pytest.warns(UserWarning, match="got keys of k_up_to, of another version; left out"):
+            assert config.explain(spec, problem) == (default, "heuristic")
+        _store(tmp_path, spec, {**key, "rows_up_to": 0}, default)  # of another problem
+        config.reload()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert config.explain(spec, problem) == (default, "heuristic")
+    finally:
+        config.reload()
+
+
 def test_shipped_files_are_valid() -> None:
     names = all_kernels()
     shipped = Path(config.__file__).parent / "configs"

@@ -149,7 +149,13 @@ def stored(spec: KernelSpec, problem: Problem) -> Iterator[tuple[dict[str, Any],
     arch = _arch_to_read(spec.name, dev.arch, tuple(folders))
     for folder in folders:
         path = folder / arch / f"{spec.name}.json"
-        matching = [entry for entry in _entries(path) if entry["key"] == key]
+        entries = _entries(path)
+        matching = [entry for entry in entries if entry["key"] == key]
+        if entries and all(entry["key"].keys() != key.keys() for entry in entries):
+            _warn_once(
+                f"{path}: expected keys of {', '.join(key)}, got keys of "
+                f"{', '.join(entries[0]['key'])}, of another version; left out"
+            )
         if len(matching) > 1:
             matching.sort(key=_unlikeness)
         for entry in matching:
