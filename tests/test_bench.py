@@ -347,6 +347,13 @@ def test_sets_exceed_twice_the_cache(
     assert testing.set_count(touched, per_set, 50_000_000, hot=hot) == expected
 
 
+def test_sets_leave_room_on_a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "memory_bytes", lambda: 8 << 30)
+    assert testing.set_count(1_000_000, 1 << 28, 50_000_000, hot=False) == (2, "warm")
+    monkeypatch.setattr(device, "memory_bytes", lambda: 80 << 30)
+    assert testing.set_count(1_000_000, 1 << 28, 50_000_000, hot=False) == (8, "warm")
+
+
 def test_sets_have_buffers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = registry.get("rms_norm")
     case = small(spec)

@@ -226,7 +226,7 @@ def assert_right(spec: KernelSpec, inputs: Mapping[str, Any], got: Sequence[torc
 
 # ---- timing ----------------------------------------------------------------------------------
 
-_MEMORY_CAP = 8 << 30  # bytes of inputs and outputs in rotation, all candidates together
+_MEMORY_CAP = 8 << 30  # bytes in rotation, all candidates together; less on a small device
 _MAX_SETS = 8192
 
 
@@ -251,7 +251,8 @@ def set_count(touched: int, per_set: int, l2_bytes: int, *, hot: bool) -> tuple[
         return 1, "hot"
     needed = math.ceil(2 * l2_bytes / max(touched, 1))
     # Outputs exist once for each of a handful of candidates: leave room for four times a set.
-    affordable = max(1, min(_MAX_SETS, _MEMORY_CAP // max(4 * per_set, 1)))
+    room = min(_MEMORY_CAP, device.memory_bytes() // 4 or _MEMORY_CAP)
+    affordable = max(1, min(_MAX_SETS, room // max(4 * per_set, 1)))
     return min(needed, affordable), "cold" if needed <= affordable else "warm"
 
 
