@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
 def _check_no_search(options: argparse.Namespace) -> None:
     """Raise ValueError for what only a search can be told, e.g. where --kernel was forgotten."""
     for name in ("shape", "model", "missing", "trials", "timeout", "table"):
-        if getattr(options, name):
+        if getattr(options, name) and not (name == "missing" and options.status):
             raise ValueError(f"autotune: --{name} belongs to a search, got no --kernel to search")
 
 
@@ -264,5 +264,6 @@ def _status(options: argparse.Namespace, specs: list[KernelSpec]) -> int:
     from autotune import status
 
     rows = status.status(_folders(options), specs, shown_device(options))
-    status.show(rows, as_json=options.json)
+    shown = [r for r in rows if r.stale or r.state == "missing"] if options.missing else rows
+    status.show(shown, of=rows, as_json=options.json)
     return 0

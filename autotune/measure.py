@@ -49,7 +49,7 @@ class Bench:
 
     spec: KernelSpec
     inputs: dict[str, Any]  # no config sees these: one that spoils its inputs would blame the next
-    sets: list[dict[str, Any]]  # equal inputs that take turns, as many as python -m bench has
+    sets: list[dict[str, Any]]  # equal inputs that take turns, as python -m bench has them
     truth: tuple[torch.Tensor, ...]
 
 

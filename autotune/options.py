@@ -40,7 +40,8 @@ def parser() -> argparse.ArgumentParser:
     add("--kernel", metavar="NAME", help="a kernel, several with commas, or all")
     add("--case", default="", metavar="TEXT", help="only problems whose name has TEXT")
     add("--missing", action="store_true",
-        help="only bench cases that --status calls missing, or has doubts about")
+        help="only bench cases that --status calls missing, or has doubts about; with --status, "
+             "show only those")
     add("--shape", action="append", default=[], metavar="NAME=N,...",
         help="a problem by its sizes; may be given again")
     add("--model", metavar="PATH", help="problems of a model: its folder or config.json")

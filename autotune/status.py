@@ -261,8 +261,15 @@ def summary(rows: Sequence[Row]) -> str:
     return ", ".join(words)
 
 
-def show(rows: Sequence[Row], *, as_json: bool = False, file: TextIO | None = None) -> None:
-    """Print rows as a table with the summary below, or as JSON lines."""
+def show(
+    rows: Sequence[Row],
+    *,
+    of: Sequence[Row] | None = None,
+    as_json: bool = False,
+    file: TextIO | None = None,
+) -> None:
+    """Print rows as a table, and below it the summary of all (``of``), or as JSON lines."""
+    of = rows if of is None else of
     file = file or sys.stdout
     if as_json:
         for row in rows:
@@ -281,8 +288,8 @@ def show(rows: Sequence[Row], *, as_json: bool = False, file: TextIO | None = No
     console = Console(file=file, width=None if file.isatty() else 240)
     if rows:
         console.print(table)
-    arch = ", ".join(dict.fromkeys(row.arch for row in rows))
-    console.print(Text(f"{arch}: {summary(rows)}" if rows else "no kernels"), soft_wrap=True)
+    arch = ", ".join(dict.fromkeys(row.arch for row in of))
+    console.print(Text(f"{arch}: {summary(of)}" if of else "no kernels"), soft_wrap=True)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

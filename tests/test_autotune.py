@@ -598,7 +598,7 @@ def test_bare_command_searches_offline(tmp_path: Path) -> None:
         (["--kernel", "rms_norm", "--only", "num_warps=3"], "num_warps= must be of .*got '3'"),
         ([], "expected --kernel, --resume, --status, --report or --export, got none"),
         (["--shape", "n=1", "--export", "t"], "--shape belongs to a search, got no --kernel"),
-        (["--missing", "--status"], "--missing belongs to a search, got no --kernel"),
+        (["--missing", "--export", "t"], "--missing belongs to a search, got no --kernel"),
         (["--kernel", "rope", "--missing", "--shape", "n=1"], "--missing chooses among bench"),
         (["--resume", "--shape", "n=1"], "--shape and --model belong to a new search"),
     ],

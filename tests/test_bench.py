@@ -339,6 +339,8 @@ def test_wrong_kernel_ends_the_command_with_1(
         (600_000_000, 600_000_000, False, (1, "cold")),
         (1_000, 1_000, False, (8192, "warm")),  # too many sets
         (1_000_000, 1 << 30, False, (2, "warm")),  # too much memory
+        (25_000_000, 20_000, False, (4, "warm")),  # one set of weights for all
+        (1_340_000, 1_310_000, False, (75, "cold")),  # a table for all
     ],
 )
 def test_sets_exceed_twice_the_cache(

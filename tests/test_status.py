@@ -157,6 +157,19 @@ def test_missing_is_what_is_not_sure_to_be_tuned(
     assert found == [case.name for case in CASES[2:]]
 
 
+def test_what_is_missing_is_shown_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.config, "config_folders", list)
+    monkeypatch.setattr(command, "shown_device", lambda _: DEV)
+    write(tmp_path, measured(0), measured(1, kernel_hash="0" * 16))
+    words = ["--kernel", "rms_norm", "--status", "--missing", "--export", str(tmp_path)]
+    assert command._run(parser().parse_args(words)) == 0
+    printed = capsys.readouterr().out
+    assert [case.name in printed for case in CASES] == [False] + [True] * (len(CASES) - 1)
+    assert f"2 of {len(CASES)} cases tuned" in printed
+
+
 def test_nothing_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, *(measured(i) for i in range(len(CASES))))
     words = ["--kernel", "rms_norm", "--missing", "--export", str(tmp_path)]

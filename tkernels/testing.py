@@ -242,10 +242,11 @@ def own_copy(spec: KernelSpec, name: str, value: Any, touched: int) -> bool:
 
 
 def set_count(touched: int, per_set: int, l2_bytes: int, *, hot: bool) -> tuple[int, str]:
-    """How many sets of ``per_set`` bytes take turns, and the state of the cache that this gives.
+    """How many sets take turns, ``per_set`` bytes of each its own, and what cache this gives.
 
     Together they are twice the cache, so that each call finds its data in memory, as a layer of a
-    model does; ``hot`` is one set, used over and over.
+    model does; ``hot`` is one set, used over and over. It is "warm" where sets cannot be so many,
+    or share most of what a call reads (a few experts of many, always the same).
     """
     if hot or l2_bytes == 0:
         return 1, "hot"
@@ -253,7 +254,9 @@ def set_count(touched: int, per_set: int, l2_bytes: int, *, hot: bool) -> tuple[
     # Outputs exist once for each of a handful of candidates: leave room for four times a set.
     room = min(_MEMORY_CAP, device.memory_bytes() // 4 or _MEMORY_CAP)
     affordable = max(1, min(_MAX_SETS, room // max(4 * per_set, 1)))
-    return min(needed, affordable), "cold" if needed <= affordable else "warm"
+    count = min(needed, affordable)
+    different = touched + (count - 1) * min(per_set, touched)
+    return count, "cold" if count == needed and 2 * different >= 3 * l2_bytes else "warm"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,9 +31,9 @@ from tkernels.quantized_rows import collect, scales_of, scales_of_collected, sto
 from tkernels.registry import Case, Config, Cost, KernelSpec, Problem, op, register
 
 _OP = "quantize_per_token"
-# Programs of ``quantize_ahead``. Each waits at its end for the kernel that it runs beside, and who
-# found no place till then would start only behind that.
-_AHEAD_PER_CORE = 8
+# Warps a core of ``quantize_ahead``. Each program waits at its end for the kernel that it runs
+# beside, and who found no place till then would start only behind that.
+_AHEAD_WARPS = 32
 
 
 def quantize_per_token_ref(
@@ -234,8 +234,9 @@ def _plan(
     cfg, max_programs = resolve(SPEC, (n_rows, n_cols, x.dtype), config)
     n_tiles = cdiv(n_rows, cfg["BLOCK_ROWS"])
     dev = device.current()
-    if ahead:  # one that has no place yet would start only when others have waited
-        max_programs = min(max_programs, _AHEAD_PER_CORE * dev.num_cores)
+    if ahead:
+        per_core = max(1, _AHEAD_WARPS // cfg.get("num_warps", _AHEAD_WARPS))
+        max_programs = min(max_programs, per_core * dev.num_cores)
     programs = min(n_tiles, max_programs)
     cfg.setdefault("PDL", False)  # Ascend has none
     launch = bind(
