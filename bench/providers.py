@@ -46,7 +46,9 @@ def input_sets(spec: KernelSpec, case: Case, hot: bool) -> tuple[list[Inputs], l
     count, cache = testing.set_count(touched, per_set, device.l2_bytes(), hot=hot)
     sets = [inputs]
     for _ in range(count - 1):
-        sets.append({n: value.clone() if n in own else value for n, value in inputs.items()})
+        sets.append(
+            {n: testing.copied(value) if n in own else value for n, value in inputs.items()}
+        )
     shapes = dict(zip(spec.outputs, results, strict=False))
     outs = [
         {n: torch.empty_like(t, memory_format=torch.contiguous_format) for n, t in shapes.items()}

@@ -98,3 +98,17 @@ def test_the_tuner_and_the_bench_leave_the_same_cache(monkeypatch: pytest.Monkey
     measure.ready(bench, spec.default_config(case.problem, device.current()))
     for name in ("q", "cos_sin_cache"):
         torch.testing.assert_close(bench.sets[5][name], bench.inputs[name])
+
+
+def test_copies_lie_as_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """k and v are views of what a projection gave, in the tuner's sets and in the bench's."""
+    spec = get("append_paged_kv")
+    case = next(case for case in spec.cases if "bench" in case.tags)
+    monkeypatch.setattr(device, "l2_bytes", lambda: 2 * spec.cost(case.problem).bytes)
+    bench = measure.lay_out(spec, case.problem)
+    theirs, _, _ = providers.input_sets(spec, case, hot=False)
+    strides = bench.inputs["k"].stride()
+    assert strides[0] > bench.inputs["k"][0].numel()
+    assert len(bench.sets) == len(theirs) == 4
+    assert {s["k"].stride() for s in (*bench.sets, *theirs)} == {strides}
+    assert len({s["k"].data_ptr() for s in (*bench.sets, *theirs)}) == 8

@@ -187,9 +187,19 @@ def clone_inputs(inputs: Mapping[str, Any], *, precise: bool = False) -> dict[st
             return value
         if precise and value.dtype in (torch.float16, torch.bfloat16):
             return value.float()
-        return value.clone()
+        return copied(value)
 
     return {name: copy(value) for name, value in inputs.items()}
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies as ``tensor`` does: ``clone`` would move the rows of a view together."""
+    if 0 in tensor.stride():
+        return tensor.clone()
+    strided = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return strided.copy_(tensor)
 
 
 def written_by(spec: KernelSpec, after: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
