@@ -25,17 +25,16 @@ from tkernels.testing import (
     bytes_of,
     clone_inputs,
     guarded,
-    own_copy,
     poisoned_memory,
     prepared,
     result_names,
-    set_count,
+    rotating_sets,
     tensors_of,
     truth_of,
     written_by,
 )
 
-_MOST_SETS = 1024  # each is a launch to capture, and that for each config
+_MOST_SETS = 1024  # the bench has more of small ones; here each config captures a launch of each
 _SAMPLES = 5  # of a block
 _BLOCK_S = 0.5  # a block of slow calls has fewer
 _DUEL_S = 30.0
@@ -57,14 +56,7 @@ def lay_out(spec: KernelSpec, problem: Problem) -> Bench:
     """Inputs of ``problem``, copies that leave the cache as those of the bench do, its truth."""
     first = spec.make_inputs(problem, device.tensor_device())
     truth = truth_of(spec, first)
-    touched = spec.cost(problem).bytes
-    own = [name for name, value in first.items() if own_copy(spec, name, value, touched)]
-    per_set = sum(first[name].nbytes for name in own) + sum(t.nbytes for t in truth)
-    count, _ = set_count(touched, per_set, device.l2_bytes(), hot=False)
-    sets = [clone_inputs(first)]
-    for _ in range(min(count, _MOST_SETS) - 1):
-        copies = clone_inputs({name: first[name] for name in own})
-        sets.append({**sets[0], **copies})
+    sets, _ = rotating_sets(spec, problem, clone_inputs(first), truth, most=_MOST_SETS)
     return Bench(spec, first, sets, truth)
 
 
@@ -132,14 +124,8 @@ def _restore(bench: Bench) -> None:
     restored: set[int] = set()  # sets share large tables
     for inputs in bench.sets:
         for name, kept in bench.inputs.items():
-            if not isinstance(kept, torch.Tensor) or id(inputs[name]) in restored:
-                continue
-            restored.add(id(inputs[name]))
-            repeats = any(
-                n > 1 and stride == 0
-                for n, stride in zip(inputs[name].shape, inputs[name].stride(), strict=True)
-            )
-            if not repeats:
+            if isinstance(kept, torch.Tensor) and id(inputs[name]) not in restored:
+                restored.add(id(inputs[name]))
                 inputs[name].copy_(kept)
 
 

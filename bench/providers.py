@@ -40,15 +40,7 @@ def input_sets(spec: KernelSpec, case: Case, hot: bool) -> tuple[list[Inputs], l
     """Input sets, the preallocated outputs of each, and the cache they leave: cold, warm or hot."""
     inputs = spec.make_inputs(case.problem, device.tensor_device())
     results = testing.tensors_of(spec.reference(**testing.clone_inputs(inputs)))
-    touched = spec.cost(case.problem).bytes
-    own = {n for n, value in inputs.items() if testing.own_copy(spec, n, value, touched)}
-    per_set = sum(t.nbytes for t in results) + sum(inputs[name].nbytes for name in own)
-    count, cache = testing.set_count(touched, per_set, device.l2_bytes(), hot=hot)
-    sets = [inputs]
-    for _ in range(count - 1):
-        sets.append(
-            {n: testing.copied(value) if n in own else value for n, value in inputs.items()}
-        )
+    sets, cache = testing.rotating_sets(spec, case.problem, inputs, results, hot=hot)
     shapes = dict(zip(spec.outputs, results, strict=False))
     outs = [
         {n: torch.empty_like(t, memory_format=torch.contiguous_format) for n, t in shapes.items()}

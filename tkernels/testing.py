@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tkernels import device, kv_format
-from tkernels.registry import KernelSpec
+from tkernels.registry import KernelSpec, Problem
 
 # (largest relative error of an element, relative error of the whole), by output dtype. An element
 # is measured against the larger of its own size and the tensor's root mean square, so that values
@@ -240,15 +240,30 @@ _MEMORY_CAP = 8 << 30  # bytes in rotation, all candidates together; less on a s
 _MAX_SETS = 8192
 
 
-def own_copy(spec: KernelSpec, name: str, value: Any, touched: int) -> bool:
-    """Whether each set of inputs has this argument to itself, where a call moves ``touched`` bytes.
+def rotating_sets(
+    spec: KernelSpec,
+    problem: Problem,
+    first: dict[str, Any],
+    results: Sequence[torch.Tensor],
+    *,
+    hot: bool = False,
+    most: int = _MAX_SETS,
+) -> tuple[list[dict[str, Any]], str]:
+    """``first`` and copies of it that take turns, at most ``most``, and the cache that this leaves.
 
     A tensor larger than all that a call moves is a table of which few rows are read (cos and sin of
-    all positions): it is shared, as the layers of a model share it.
+    all positions): the sets share it, as the layers of a model do.
     """
-    if not isinstance(value, torch.Tensor):
-        return False
-    return name in spec.mutates or value.nbytes <= touched
+    touched = spec.cost(problem).bytes
+    own = {
+        name: value
+        for name, value in first.items()
+        if isinstance(value, torch.Tensor) and (name in spec.mutates or value.nbytes <= touched)
+    }
+    per_set = sum(t.nbytes for t in (*own.values(), *results))
+    count, cache = set_count(touched, per_set, device.l2_bytes(), hot=hot)
+    more = min(count, most) - 1
+    return [first, *({**first, **clone_inputs(own)} for _ in range(more))], cache
 
 
 def set_count(touched: int, per_set: int, l2_bytes: int, *, hot: bool) -> tuple[int, str]:
