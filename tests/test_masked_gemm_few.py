@@ -15,7 +15,6 @@ import torch
 import tkernels
 from tests.compiled_for import lines_of
 from tkernels import device, masked_gemm_few
-from tkernels import w4a16_gemm_hopper as w4
 from tkernels.masked_gemm_cases import gemm_inputs, gemm_problem
 from tkernels.ops.masked_gemm import SPEC
 from tkernels.registry import Config, Problem
@@ -161,7 +160,7 @@ def test_compiled_for_sm90() -> None:
         assert case["whole"] == stages * outputs * columns // 512, case
         assert case["parts"] == 0, case
         m, k, *_ = case["case"]
-        row = w4.bytes_of_row(changed, {"m": m, "k": k}, 1)
+        row = masked_gemm_few.bytes_of_row(changed, {"m": m, "k": k}, 1)
         assert case["shared_bytes"] == stages * warps * outputs * columns + row, case
 
 

@@ -15,34 +15,73 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tkernels import device
-from tkernels import w4a16_gemm_hopper as w4
+from tkernels import few_rows_hopper as few
 from tkernels.device import Device, cdiv, next_power_of_2
+from tkernels.few_rows_hopper import _commit, _load_async, _pieces, _wait
+from tkernels.masked_gemm_hopper import _as
 from tkernels.paged_attn_quantized_hopper import (
     _let_next_kernel_start,
     _wait_for_earlier_kernels,
 )
 from tkernels.registry import Config, Problem
-from tkernels.w4a16_gemm_hopper import (
-    _columns_of_x,
-    _commit,
-    _load_async,
-    _of_row,
-    _pieces,
-    _row_to_shared,
-    _wait,
-)
 
 if TYPE_CHECKING:
     from tkernels import _triton as ampere
     from tkernels import _triton as gl
     from tkernels import _triton as gluon
 else:
-    gl, gluon, ampere = w4.gl, w4.gluon, w4.ampere
+    gl, gluon, ampere = few.gl, few.gluon, few.ampere
 
 # What this body has no choice of.
 FIXED: Config = {"variant": "few", "GROUP_M": 1, "SWAP": False}
 
 # fmt: off
+
+
+@gluon.jit
+def _columns_of_x(
+    x_tile, at, first, n_inner, EVEN_K: gl.constexpr, C: gl.constexpr, eights: gl.constexpr,
+):
+    """[W, R, C] of x, from column first + at on."""
+    if EVEN_K:
+        x = gl.load(x_tile + at)
+    else:
+        c = gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(1, eights)))
+        ok = (c // 8 * 8)[None, None, :] < (n_inner - (first + at))[:, None, None]
+        x = gl.load(x_tile + at, mask=ok, other=0.0)
+    return x
+
+
+@gluon.jit
+def _row_to_shared(
+    x_ptr, first, steps, n_inner, S: gl.constexpr, W: gl.constexpr, K: gl.constexpr,
+    EVEN_K: gl.constexpr,
+):
+    """[S, W, 1, K] in shared memory: the columns of a row that each warp takes in each step.
+
+    All are asked for at once: piece after piece, each would wait for the one before. ``first``: the
+    first column of the first warp. S: ``steps`` or more, a power of two.
+    """
+    DTYPE: gl.constexpr = x_ptr.dtype.element_ty
+    V: gl.constexpr = 128 // DTYPE.primitive_bitwidth  # that make 16 bytes
+    lanes: gl.constexpr = gl.BlockedLayout([1, 1, V], [1, 1, 32], [W, 1, 1], [2, 1, 0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    q = gl.arange(0, S * W, gl.SliceLayout(1, gl.SliceLayout(2, lanes)))[:, None, None]
+    k = gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, lanes)))[None, None, :]
+    at = first + (q % W * steps + q // W) * K + k
+    there = (q // W < steps) & (k < K)
+    if not EVEN_K:
+        there = there & (at // V * V < n_inner)
+    x_s = gl.allocate_shared_memory(DTYPE, [S, W, 1, K], plain)
+    _as(x_s, DTYPE, [S * W, 1, K], plain).store(gl.load(x_ptr + at, mask=there, other=0))
+    return x_s
+
+
+@gluon.jit
+def _of_row(x_s, step, at: gl.constexpr, C: gl.constexpr, R: gl.constexpr, layout: gl.constexpr):
+    """[W, R, C]: columns from ``at`` on of a step's, the same in each row."""
+    x = x_s.index(step).slice(at, C, 2).load(layout)
+    return x.broadcast_to([x.shape[0], R, C])
 
 
 @gluon.jit
@@ -193,8 +232,8 @@ def why_unfit(problem: Problem, dev: Device) -> str | None:
         return f"variant few has int8 rows alone, got path {problem['path']}"
     if not problem["aligned"]:
         return "variant few needs rows that divide by 16 bytes"
-    if problem["k"] > w4.MOST_COLUMNS:
-        return f"variant few has at most {w4.MOST_COLUMNS} columns, got {problem['k']}"
+    if problem["k"] > few.MOST_COLUMNS:
+        return f"variant few has at most {few.MOST_COLUMNS} columns, got {problem['k']}"
     return None
 
 
@@ -204,7 +243,7 @@ def default_config(problem: Problem, dev: Device) -> Config:
     From 66 configs on an H200, of one row 88 and 125; from 9 rows on the portable body is faster.
     """
     m, n, k = problem["m"], problem["n"], problem["k"]
-    if (alone := w4.one_row(problem, dev)) is not None:
+    if (alone := one_row(problem, dev)) is not None:
         return {**alone, "num_stages": 2 if alone["num_warps"] == 2 else 3, **FIXED}
     rows = max(8, next_power_of_2(m))
     steps = cdiv(k, 128)
@@ -242,12 +281,43 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return f"num_warps must be 1 to 16 and num_stages 2 or more, got {warps} and {stages}"
     if not 1 <= config["SPLIT_K"] <= 64:
         return f"SPLIT_K must be 1 to 64, got {config['SPLIT_K']}"
-    used = max(stages * n * k, 4 * n * r) * warps + 1024 + w4.bytes_of_row(config, problem, 1)
+    used = max(stages * n * k, 4 * n * r) * warps + 1024 + bytes_of_row(config, problem, 1)
     if used > dev.local_mem_bytes:
         return f"the tiles take {used} bytes of shared memory, more than {dev.local_mem_bytes}"
     if (taken := (r * n + n * k // 4) // 32) > 128:
         return f"the sums and a step's weights take {taken} of 255 registers a thread"
     per_core = config["programs_per_core"]
-    if (left := w4.most_registers(warps, per_core)) < 32 + taken:
+    if (left := few.most_registers(warps, per_core)) < 32 + taken:
         return f"{per_core} programs of {warps} warps leave {left} registers a thread, too few"
     return None
+
+
+def one_row(problem: Problem, dev: Device) -> Config | None:
+    """What this body takes for one row whose tiles give each core some; else None."""
+    k, block_n, block_k = problem["k"], 16, 512
+    if problem["m"] > 1 or cdiv(problem["n"], block_n) < dev.num_cores or k < 2 * block_k:
+        return None
+    warps = 2 if k <= 8192 else 4
+    if steps_in_shared(1, cdiv(k, block_k * warps), block_k) == 0:
+        return None
+    return {
+        "BLOCK_M": 8,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "SPLIT_K": 1,
+        "programs_per_core": 0,
+        "PDL": True,
+        "num_warps": warps,
+    }
+
+
+def steps_in_shared(rows: int, steps: int, block_k: int) -> int:
+    """``S`` : a single one is held there, if registers can bring it."""
+    return next_power_of_2(steps) if rows == 1 and steps * block_k <= 4096 else 0
+
+
+def bytes_of_row(config: Config, problem: Problem, size: int) -> int:
+    """Of shared memory that it takes, with ``size`` bytes a column."""
+    block_k, warps = int(config["BLOCK_K"]), int(config["num_warps"])
+    steps = cdiv(cdiv(problem["k"], block_k), warps * config["SPLIT_K"])
+    return steps_in_shared(problem["m"], steps, block_k) * block_k * warps * size

@@ -13,32 +13,108 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tkernels import device
-from tkernels import w4a16_gemm_hopper as w4
-from tkernels import w4a16_gemm_rows as w4_rows
+from tkernels import few_rows_hopper as few
 from tkernels.device import Device, cdiv, next_power_of_2
+from tkernels.few_rows_hopper import _commit, _load_async, _pieces, _wait
 from tkernels.masked_gemm_hopper import _as
 from tkernels.paged_attn_quantized_hopper import (
     _let_next_kernel_start,
     _wait_for_earlier_kernels,
 )
 from tkernels.registry import Config, Problem
-from tkernels.w4a16_gemm_hopper import _commit, _pieces, _wait
-from tkernels.w4a16_gemm_rows import CHUNK, _fetch, _pieces_of_x, _sum_of_slices
 
 if TYPE_CHECKING:
     from tkernels import _triton as ampere
     from tkernels import _triton as gl
     from tkernels import _triton as gluon
 else:
-    gl, gluon, ampere = w4.gl, w4.gluon, w4.ampere
+    gl, gluon, ampere = few.gl, few.gluon, few.ampere
 
 # What this body has no choice of.
 FIXED: Config = {"variant": "rows", "GROUP_M": 1, "SWAP": False}
 # Rows for which this body may be the default, where the narrow one is unfit. Up to 8 it was not
 # timed; 32 and 64 take longer than in the portable one.
 DEFAULT_ROWS = range(9, 17)
+CHUNK = gl.constexpr(64)  # columns of x_q that a product takes
+MOST_TILES = 16  # of a program: their scales are asked for one by one
+AT_ONCE = 3  # programs that a core holds by default
 
 # fmt: off
+
+
+@gluon.jit
+def _fetch(
+    w_s, w_tile, f, stride, n, columns, n_left, k_left, S: gl.constexpr, STAGES: gl.constexpr,
+    N: gl.constexpr, STEP: gl.constexpr, UNIT: gl.constexpr, EVEN_K: gl.constexpr,
+    EVEN_N: gl.constexpr,
+):
+    """Start to bring the weights of step f % S of tile f // S, whole rows of it at once.
+
+    ``stride``: numbers between two outputs; UNIT columns lie in one; ``columns`` [SLICES, 1, any]:
+    of a step, as multiples of what 16 bytes hold.
+    """
+    t = f // S
+    i = f % S
+    at = w_tile + (t * N).to(gl.int64) * stride + i * (STEP // UNIT)
+    if EVEN_K and EVEN_N:
+        _load_async(w_s.index(f % STAGES), at)
+    else:
+        ok = (n < n_left - t * N)[None, :, None]
+        if not EVEN_K:
+            ok = ok & (columns < k_left - i * STEP)  # 16 bytes or none
+        _load_async(w_s.index(f % STAGES), at, mask=ok)
+
+
+@gluon.jit
+def _piece_of_x(
+    x_ptr, stride_x, row0, n_rows, k_first, n_inner, AT: gl.constexpr, PART: gl.constexpr,
+    V: gl.constexpr, H: gl.constexpr, R: gl.constexpr, K: gl.constexpr, SLICES: gl.constexpr,
+    EVEN_K: gl.constexpr, lanes: gl.constexpr,
+):
+    """[PART * SLICES * R, H, CHUNK / H] of x: from chunk AT on, of each the rows for each slice.
+
+    Rows that are not there are zeros, and so are columns.
+    """
+    q = gl.arange(0, PART * SLICES * R, gl.SliceLayout(1, gl.SliceLayout(2, lanes)))
+    h = gl.arange(0, H, gl.SliceLayout(0, gl.SliceLayout(2, lanes)))[None, :, None] * (CHUNK // H)
+    c = gl.arange(0, CHUNK // H, gl.SliceLayout(0, gl.SliceLayout(1, lanes)))[None, None, :]
+    r = row0 + q % R
+    chunk = AT + q // (R * SLICES)
+    at = (chunk // (K // CHUNK) * SLICES + q // R % SLICES) * K + chunk % (K // CHUNK) * CHUNK
+    there = (r < n_rows)[:, None, None]
+    if not EVEN_K:
+        there = there & (at[:, None, None] + (h + c // V * V) < n_inner - k_first)
+    rows = x_ptr + k_first + r.to(gl.int64) * stride_x * V + at
+    return gl.load(rows[:, None, None] + (h + c), mask=there, other=0)
+
+
+@gluon.jit
+def _pieces_of_x(
+    x_ptr, stride_x, row0, n_rows, k_first, n_inner, AT: gl.constexpr, PARTS: gl.constexpr,
+    PART: gl.constexpr, V: gl.constexpr, H: gl.constexpr, R: gl.constexpr, K: gl.constexpr,
+    SLICES: gl.constexpr, EVEN_K: gl.constexpr, lanes: gl.constexpr,
+):
+    """PARTS of them, all asked for at once."""
+    first = gl.tuple([_piece_of_x(
+        x_ptr, stride_x, row0, n_rows, k_first, n_inner, AT, PART, V, H, R, K, SLICES, EVEN_K,
+        lanes)])
+    if PARTS == 1:
+        pieces = first
+    else:
+        pieces = first + _pieces_of_x(
+            x_ptr, stride_x, row0, n_rows, k_first, n_inner, AT + PART, PARTS - 1, PART, V, H, R,
+            K, SLICES, EVEN_K, lanes)
+    return pieces
+
+
+@gluon.jit
+def _sum_of_slices(acc, rows: gl.constexpr):
+    """[N, R]: the sum of acc [SLICES, N, R] over its slices, which are added in order."""
+    if acc.shape[0] == 1:
+        y = gl.reshape(acc, [acc.shape[1], acc.shape[2]])
+    else:
+        y = gl.sum(acc, 0)
+    return gl.convert_layout(y, rows)
 
 
 @gluon.jit
@@ -222,7 +298,14 @@ def slices_of(config: Config) -> int:
 
 def steps_of(config: Config, k: int) -> int:
     """``S``: steps of a program."""
-    return w4_rows.steps_of({**config, "SLICES": slices_of(config)}, k)
+    return cdiv(cdiv(k, config["BLOCK_K"] * slices_of(config)), int(config["SPLIT_K"]))
+
+
+def tiles_of(config: Config, m: int, n: int, programs: int) -> int:
+    """``T``: tiles of a program, so that no more than ``programs`` are there (0: one tile)."""
+    n_n = cdiv(n, config["BLOCK_N"])
+    beside = cdiv(m, config["BLOCK_M"]) * config["SPLIT_K"]
+    return cdiv(n_n, max(1, programs // beside)) if programs else 1
 
 
 def default_config(problem: Problem, dev: Device) -> Config:
@@ -231,7 +314,7 @@ def default_config(problem: Problem, dev: Device) -> Config:
     With 16 rows on an H200, 384 programs: 4096 x 12288 15.7 us (portable 16.1), 12288 x 4096 15.3
     (17.1).
     """
-    most = max(1, w4_rows.AT_ONCE * dev.num_cores // cdiv(problem["n"], 128))
+    most = max(1, AT_ONCE * dev.num_cores // cdiv(problem["n"], 128))
     k = problem["k"]
     split = min(64, max(min(most, k // 512), cdiv(k, 1024)))
     steps = cdiv(k, 128)
@@ -249,8 +332,45 @@ def default_config(problem: Problem, dev: Device) -> Config:
 
 
 def is_default(problem: Problem, config: Config, dev: Device) -> bool:
-    """Whether its default is that of the operation: see ``w4a16_gemm_rows.is_default``."""
-    return problem["m"] in DEFAULT_ROWS and w4_rows.is_one_wave(problem, config, dev)
+    """Whether its default is that of the operation: by analogy, but for what was timed."""
+    return problem["m"] in DEFAULT_ROWS and is_one_wave(problem, config, dev)
+
+
+def is_one_wave(problem: Problem, config: Config, dev: Device) -> bool:
+    """Half of the programs that the chip holds at once are there, or more; none has to wait."""
+    programs = cdiv(problem["n"], config["BLOCK_N"]) * config["SPLIT_K"]
+    held = AT_ONCE * dev.num_cores
+    return bool(held <= 2 * programs <= 2 * held)
+
+
+def why_no_tiles(config: Config) -> str | None:
+    """Reason why there are no such tiles, or warps and stages, whatever the problem."""
+    allowed = {
+        "BLOCK_M": (8, 16, 32, 64),
+        "BLOCK_N": (16, 32, 64, 128, 256),
+        "BLOCK_K": (128, 256, 512),
+    }
+    for name, values in allowed.items():
+        if config[name] not in values:
+            return f"variant rows has {name} of {values}, got {config[name]}"
+    warps, stages = config["num_warps"], config["num_stages"]
+    if warps not in (1, 2, 4, 8, 16) or stages < 2:
+        return f"num_warps must be 1 to 16 and num_stages 2 or more, got {warps} and {stages}"
+    return None
+
+
+def with_sums(size: int, tiles: int, sums: int) -> int:
+    """Bytes of shared memory: ``size``, and ``sums`` on their way to another layout.
+
+    Behind the last tile there is room for these.
+    """
+    moved = 5 * sums  # there is some padding
+    return (max(size, moved) if tiles == 1 else size + moved) + 1024
+
+
+def x_registers(size: int, warps: int) -> int:
+    """Registers of a thread that ``size`` bytes of x take on their way to shared memory."""
+    return size // (128 * warps)
 
 
 def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
@@ -259,7 +379,7 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return f"variant rows has {', '.join(wrong)}"
     if not 1 <= config["SPLIT_K"] <= 64:
         return f"SPLIT_K must be 1 to 64, got {config['SPLIT_K']}"
-    if why := w4_rows.why_no_tiles(config):
+    if why := why_no_tiles(config):
         return why
     r, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     warps, stages, slices = config["num_warps"], config["num_stages"], slices_of(config)
@@ -267,14 +387,14 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if not 16 <= (a_warp := n * slices // warps) <= 64:
         return f"a warp has 16 to 64 of the outputs, got {a_warp}"
     steps = steps_of(config, problem["k"])
-    tiles = w4_rows.tiles_of(config, problem["m"], problem["n"], per_core * dev.num_cores)
+    tiles = tiles_of(config, problem["m"], problem["n"], per_core * dev.num_cores)
     tile = slices * (stages * n * k + steps * r * k) + 4 * r
-    used = w4_rows.with_sums(tile, tiles, slices * n * r)
+    used = with_sums(tile, tiles, slices * n * r)
     if used > dev.local_mem_bytes:
         return f"the tiles take {used} bytes of shared memory, more than {dev.local_mem_bytes}"
     # Sums, a step's weights, x of a product.
     taken = (a_warp * r + a_warp * k // 4) // 32 + r // 2
-    on_the_way = w4_rows.x_registers(steps * slices * k * r, warps)
-    if (left := w4.most_registers(warps, per_core)) < max(64 + taken, 48 + on_the_way):
+    on_the_way = x_registers(steps * slices * k * r, warps)
+    if (left := few.most_registers(warps, per_core)) < max(64 + taken, 48 + on_the_way):
         return f"{per_core or 1} programs of {warps} warps leave {left} registers a thread, too few"
     return None

@@ -15,21 +15,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tkernels import device
-from tkernels import w4a16_gemm_hopper as w4
+from tkernels import few_rows_hopper as few
 from tkernels.device import Device, cdiv, next_power_of_2
+from tkernels.few_rows_hopper import _commit, _load_async, _wait
 from tkernels.masked_gemm_hopper import _as
 from tkernels.paged_attn_quantized_hopper import (
     _let_next_kernel_start,
     _wait_for_earlier_kernels,
 )
 from tkernels.registry import Config, Problem
-from tkernels.w4a16_gemm_hopper import _commit, _load_async, _wait
 
 if TYPE_CHECKING:
     from tkernels import _triton as gl
     from tkernels import _triton as gluon
 else:
-    gl, gluon = w4.gl, w4.gluon
+    gl, gluon = few.gl, few.gluon
 
 # What this body has no choice of.
 FIXED: Config = {

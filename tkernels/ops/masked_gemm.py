@@ -42,13 +42,12 @@ import torch
 
 from tkernels import (
     device,
+    few_rows_hopper,
     masked_gemm_few,
     masked_gemm_hopper,
     masked_gemm_narrow,
     masked_gemm_rows,
     masked_gemm_stream,
-    w4a16_gemm_hopper,
-    w4a16_gemm_rows,
 )
 from tkernels.check import (
     check_dtype,
@@ -752,12 +751,12 @@ def _bind_few(
         R=block_m,
         N=block_n,
         K=block_k,
-        S=w4a16_gemm_hopper.steps_in_shared(m, steps, block_k),
+        S=masked_gemm_few.steps_in_shared(m, steps, block_k),
         SPLIT_K=splits,
         STAGES=config["num_stages"],
         W=warps,
         num_warps=warps,
-        **w4a16_gemm_hopper.register_options(warps, max_programs),
+        **few_rows_hopper.register_options(warps, max_programs),
         **device.rounding_each_step(),
         **({"launch_pdl": True} if config["PDL"] else {}),
     )
@@ -793,7 +792,7 @@ def _bind_rows(
     n_m, n_n = cdiv(m, block_m), cdiv(n, block_n)
     most = 0 if max_programs == dev.max_programs else max_programs
     slices, steps = masked_gemm_rows.slices_of(config), masked_gemm_rows.steps_of(config, k)
-    tiles = w4a16_gemm_rows.tiles_of(config, m, n, most)
+    tiles = masked_gemm_rows.tiles_of(config, m, n, most)
     multiply = bind(
         masked_gemm_rows._masked_gemm_rows_kernel,
         (n_m * cdiv(n_n, tiles) * splits,),
@@ -811,7 +810,7 @@ def _bind_rows(
         SLICES=slices,
         W=warps,
         num_warps=warps,
-        **w4a16_gemm_hopper.register_options(warps, max_programs),
+        **few_rows_hopper.register_options(warps, max_programs),
         **device.rounding_each_step(),
         **({"launch_pdl": True} if config["PDL"] else {}),
     )
@@ -897,7 +896,7 @@ def _bind_adding_rows(
     if config["SPLIT_K"] == 1:
         return None, ()
     m, n, _ = sizes
-    piece, warps = w4a16_gemm_rows.piece_to_add(m, n, device.current())
+    piece, warps = few_rows_hopper.piece_to_add(m, n, device.current())
     n_pieces = cdiv(n, piece)
     add = bind(
         masked_gemm_rows._add_int8_rows_kernel,

@@ -13,7 +13,7 @@ place. q - 8 (q - zero) is exact in 16 bits, sums are fp32, and a group's sum is
 what is rounded is what a product of x with exact weights would round. ``variant`` "direct", for few
 rows, reads x as it lies and takes every eighth column in registers; "turned" has it laid out as
 [8, M, K/8] beforehand. ``SLICES`` parts of a step are added by warps of their own. ``variant``
-"hopper", for few rows too, is ``w4a16_gemm_hopper``, "rows", for several, ``w4a16_gemm_rows``.
+"core", for few rows on Hopper, is ``w4a16_gemm_core``.
 
 Where few rows are, weights are what is read, once: in flight are stages x BLOCK_N x BLOCK_K / 2
 bytes a program. Few tiles do not fill a chip: then SPLIT_K programs share the K of a tile, each
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from tkernels import device, w4a16_gemm_hopper, w4a16_gemm_rows
+from tkernels import device, w4a16_gemm_core
 from tkernels.check import (
     check_dtype,
     check_last_contiguous,
@@ -565,22 +565,21 @@ def _plan(
     strides = (x.stride(0), weight.stride(0), weight_scale.stride(0), zero_stride, out.stride(0))
     facts = {"GROUP": 0 if group == k else group, "HAS_ZERO": has_zero, "HAS_BIAS": has_bias}
     element = weight_scale.element_size()
-    if cfg["variant"] not in ("hopper", "rows"):
+    if cfg["variant"] in ("direct", "turned"):
         return _bind_portable((m, n, k), facts, strides, element, cfg, max_programs)
     problem = dict(zip(SPEC.problem_fields, values, strict=True))
     other = _portable_config(problem, device.current())
     del other["programs_per_core"]
     portable = _bind_portable((m, n, k), facts, strides, element, other, max_programs)
-    if not w4a16_gemm_hopper.fits(strides):
+    if not w4a16_gemm_core.fits(strides):
         return portable
-    bound = _bind_rows if cfg["variant"] == "rows" else _bind_hopper
-    hopper = bound((m, n, k), facts, strides, cfg, max_programs)
+    core = _bind_core((m, n, k), facts, strides, cfg, max_programs)
     addressable = not device.current().compile_only
 
     def by_address(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> None:
-        # Codes are copied 16 bytes at a time.
-        odd = addressable and weight.data_ptr() % 16
-        (portable if odd else hopper)(x, weight, *others)
+        # Codes and x are copied 16 bytes at a time.
+        odd = addressable and (weight.data_ptr() % 16 or x.data_ptr() % 16)
+        (portable if odd else core)(x, weight, *others)
 
     return by_address
 
@@ -677,40 +676,18 @@ def _bind(
     return run
 
 
-def _bind_hopper(
+def _bind_core(
     sizes: tuple[int, int, int],
     facts: dict[str, Any],
     strides: tuple[int, ...],
     config: Config,
     max_programs: int,
 ) -> _Run:
-    """The same for ``w4a16_gemm_hopper``. ``max_programs`` tells how many a core shall hold."""
-    m, n, k = sizes
-    block_m, block_n, block_k, splits, warps = (
-        config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "num_warps")
-    )
-    n_m = cdiv(m, block_m)
-    steps = cdiv(cdiv(k, block_k), warps * splits)
-    multiply = bind(
-        w4a16_gemm_hopper._w4a16_gemm_hopper_kernel,
-        (n_m * cdiv(n, block_n) * splits,),
-        **facts,
-        EVEN_K=k % (block_k * warps * splits) == 0,
-        EVEN_N=n % block_n == 0,
-        PDL=config["PDL"],
-        R=block_m,
-        N=block_n,
-        K=block_k,
-        S=w4a16_gemm_hopper.steps_in_shared(m, steps, block_k),
-        SPLIT_K=splits,
-        STAGES=config["num_stages"],
-        W=warps,
-        num_warps=warps,
-        **w4a16_gemm_hopper.register_options(warps, max_programs),
-        **({"launch_pdl": True} if config["PDL"] else {}),
-    )
-    numbers = (strides[0] // 8, strides[1] // 4, *strides[2:], n, k, m, n_m, steps)
-    add, add_numbers = _bind_adding(m, n, facts["HAS_BIAS"], strides[-1], config, max_programs)
+    """The same for ``w4a16_gemm_core``."""
+    m, n, _ = sizes
+    splits = config["SPLIT_K"]
+    multiply = w4a16_gemm_core.bound(sizes, facts, strides, config, max_programs)
+    add = w4a16_gemm_core.bound_adding(m, n, facts["HAS_BIAS"], strides[-1], config)
 
     def run(
         x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, zero: Any,
@@ -720,80 +697,9 @@ def _bind_hopper(
         if add is not None:
             part = torch.empty(splits * m * n, dtype=torch.float32, device=out.device)
         zero, bias = (scale if t is None else t for t in (zero, bias))  # not read
-        multiply(x, weight, scale, zero, bias, out, part, *numbers)
+        multiply(x, weight, scale, zero, bias, out, part)
         if add is not None:
-            add(bias, out, part, *add_numbers)
-
-    return run
-
-
-def _bind_rows(
-    sizes: tuple[int, int, int],
-    facts: dict[str, Any],
-    strides: tuple[int, ...],
-    config: Config,
-    max_programs: int,
-) -> _Run:
-    """The same for ``w4a16_gemm_rows``."""
-    m, n, k = sizes
-    dev = device.current()
-    block_m, block_n, block_k, splits, slices, warps = (
-        config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "SLICES", "num_warps")
-    )
-    n_m, n_n = cdiv(m, block_m), cdiv(n, block_n)
-    most = 0 if max_programs == dev.max_programs else max_programs
-    steps = w4a16_gemm_rows.steps_of(config, k)
-    tiles = w4a16_gemm_rows.tiles_of(config, m, n, most)
-    pdl = {"launch_pdl": True} if config["PDL"] else {}
-    multiply = bind(
-        w4a16_gemm_rows._w4a16_gemm_rows_kernel,
-        (n_m * cdiv(n_n, tiles) * splits,),
-        **facts,
-        EVEN_K=k == steps * slices * block_k * splits,
-        EVEN_N=n % (block_n * tiles) == 0,
-        PDL=config["PDL"],
-        R=block_m,
-        N=block_n,
-        K=block_k,
-        S=steps,
-        T=tiles,
-        Q=w4a16_gemm_rows.scales_of(config, {"k": k, "group": facts["GROUP"] or k}),
-        SPLIT_K=splits,
-        STAGES=config["num_stages"],
-        SLICES=slices,
-        W=warps,
-        num_warps=warps,
-        **w4a16_gemm_hopper.register_options(warps, max_programs),
-        **pdl,
-    )
-    numbers = (strides[0] // 8, strides[1] // 4, *strides[2:], n, k, m, n_m)
-    if splits > 1:
-        piece, add_warps = w4a16_gemm_rows.piece_to_add(m, n, dev)
-        n_pieces = cdiv(n, piece)
-        add = bind(
-            w4a16_gemm_rows._add_rows_kernel,
-            (m * n_pieces,),
-            HAS_BIAS=facts["HAS_BIAS"],
-            PDL=config["PDL"],
-            SPLIT_K=splits,
-            PIECE=piece,
-            W=add_warps,
-            num_warps=add_warps,
-            **pdl,
-        )
-        add_numbers = (strides[-1], n, n_pieces, m)
-
-    def run(
-        x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, zero: Any,
-        bias: Any,
-    ) -> None:  # fmt: skip
-        part = out
-        if splits > 1:
-            part = torch.empty(splits * m * n, dtype=torch.float32, device=out.device)
-        zero, bias = (scale if t is None else t for t in (zero, bias))  # not read
-        multiply(x, weight, scale, zero, bias, out, part, *numbers)
-        if splits > 1:
-            add(bias, out, part, *add_numbers)
+            add(bias, out, part)
 
     return run
 
@@ -884,7 +790,7 @@ def _tuning_key(problem: Problem) -> dict[str, Any]:
     p = problem
     bucket = 8
     while bucket < min(p["m"], 16384):
-        bucket *= 2 if bucket == 8 else 4
+        bucket *= 2 if bucket < 64 else 4
     group = p["group"]
     return {
         "group": "row" if group == p["k"] else group,
@@ -908,10 +814,14 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     if not dev.registers:  # a matrix unit and vector units: no threads
         return {**space, "programs_per_core": [1]}
     if dev.arch == "sm90":
-        space["programs_per_core"] = [0, 1, 2, 3, 4, 6]
+        space |= {"BLOCK_K": [64, 128, 256, 512, 1024], "programs_per_core": [0, 1, 2, 3, 4, 6]}
     return {
         **space,
-        "variant": ["direct", "turned", *(["hopper", "rows"] if dev.arch == "sm90" else [])],
+        "variant": [
+            "direct",
+            "turned",
+            *(["core"] if dev.arch == "sm90" else []),
+        ],
         "SLICES": [1, 2, 4, 8],
         "PDL": [False, True] if _has_pdl(dev) else [False],
         "num_warps": [1, 2, 4, 8],
@@ -920,16 +830,13 @@ def _space(dev: Device) -> dict[str, list[Any]]:
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
-    """A Hopper body for few rows, where one can."""
-    rows = w4a16_gemm_rows
-    if problem["m"] in rows.DEFAULT_ROWS and rows.why_unfit(problem, dev) is None:
-        config = rows.default_config(problem, dev)
-        legal = rows.why_illegal(config, problem, dev) is None
-        if legal and rows.is_default(problem, config, dev):
+    """That of the Hopper body for few rows, where it can."""
+    core = w4a16_gemm_core
+    if problem["m"] <= core.MOST_ROWS and core.why_unfit(problem, dev) is None:
+        config = core.default_config(problem, dev)
+        if core.why_illegal(config, problem, dev) is None:
             return config
-    if problem["m"] > 16 or w4a16_gemm_hopper.why_unfit(problem, dev):
-        return _portable_config(problem, dev)
-    return w4a16_gemm_hopper.default_config(problem, dev)
+    return _portable_config(problem, dev)
 
 
 def _portable_config(problem: Problem, dev: Device) -> Config:
@@ -1000,21 +907,20 @@ def _why_no_slices(config: Config, problem: Problem) -> str | None:
 
 
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
-    for name, least in (("BLOCK_M", 8), ("BLOCK_N", 16), ("BLOCK_K", 128)):
+    for name, least in (("BLOCK_M", 8), ("BLOCK_N", 16), ("BLOCK_K", 64)):
         if config[name] < least or config[name] & (config[name] - 1):
             return f"{name} must be a power of two from {least} on, got {config[name]}"
     if not 1 <= config["SPLIT_K"] <= 64:
         return f"SPLIT_K must be 1 to 64, got {config['SPLIT_K']}"
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     variant = config["variant"]
-    if variant == "hopper":
-        unfit = w4a16_gemm_hopper.why_unfit(problem, dev)
-        return unfit or w4a16_gemm_hopper.why_illegal(config, problem, dev)
-    if variant == "rows":
-        unfit = w4a16_gemm_rows.why_unfit(problem, dev)
-        return unfit or w4a16_gemm_rows.why_illegal(config, problem, dev)
+    if variant == "core":
+        unfit = w4a16_gemm_core.why_unfit(problem, dev)
+        return unfit or w4a16_gemm_core.why_illegal(config, problem, dev)
     if variant not in ("direct", "turned"):
-        return f"variant must be direct, turned, hopper or rows, got {variant!r}"
+        return f"variant must be direct, turned or core, got {variant!r}"
+    if k < 128:
+        return f"BLOCK_K must be a power of two from 128 on, got {k}"
     if config["SLICES"] not in (1, 2, 4, 8):
         return f"SLICES must be 1, 2, 4 or 8, got {config['SLICES']}"
     if why := _why_no_slices(config, problem):

@@ -1,0 +1,114 @@
+"""Codes of 4 bits to numbers of 16, in registers, as ``w4a16_gemm_core`` multiplies them (sm_90).
+
+A word w of 8 codes is two halves of 4: ``w >> 4i & 0x000f000f``, put beside an exponent whose last
+bit counts 1, are the codes of columns 8c + i and 8c + 4 + i, a pair of numbers in one register. The
+order of terms in a product is free, so product i has every fourth column, 4h + i, of both sides:
+codes stay in the lane that read them (``ldmatrix``), and a lane reads 8 neighbours of x at once.
+
+In bf16 codes stay where no exponent is: eight bits there, two codes of them, are as many times
+2^-133, since exponents 0 and 1 have one step between numbers. One multiplication and addition makes
+(q - zero) / 64 of them, and a word needs one shift instead of three. Sums get 64 times that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tkernels import few_rows_hopper as few
+
+if TYPE_CHECKING:
+    from tkernels import _triton as gl
+    from tkernels import _triton as gluon
+else:
+    gl, gluon = few.gl, few.gluon
+
+PARTS_OF_ONE = gl.constexpr(64.0)  # in bf16: codes are counted in these
+
+
+def _in_bf16(zero: bool) -> str:
+    """PTX from two int16 of four codes each to pairs of (q - zero) / 64 in bf16.
+
+    ``zero``: $5 has, twice, -zero / 64; without it zero is 8.
+    """
+    text = "{.reg .b32 t, l, s0, s1; mov.b32 s0, 0x7f007f00; mov.b32 s1, 0x7d007d00;"
+    text += f"mov.b32 l, {'$5' if zero else '0xbe00be00'}; shr.u32 t, $4, 8;"
+    for i in range(4):
+        text += f"and.b32 ${i}, {('$4', 't')[i // 2]}, {('0x000f000f', '0x00f000f0')[i % 2]};"
+        text += f"fma.rn.bf16x2 ${i}, ${i}, s{i % 2}, l;"
+    return text + "}"
+
+
+def _in_fp16(zero: bool) -> str:
+    """PTX from two int16 of four codes each to pairs of q - zero: codes 0, 1, 2 and 3 of both.
+
+    1024 + q, where a code may also stand four bits higher and add 16 q. ``zero``: $5 has, twice,
+    -(1024 + zero); without it zero is 8.
+    """
+    text = "{.reg .b32 t, e, l, h, s;"
+    text += f"mov.b32 e, 0x64006400; mov.b32 l, {'$5' if zero else '0xe408e408'};"
+    text += "mov.b32 s, 0x2c002c00; mov.b32 h, 0xd480d480;"  # (1024 + 16 q) / 16 - (64 + zero)
+    if zero:
+        text += "mov.b32 h, 0x63806380; add.rn.f16x2 h, h, l;"
+    text += "mov.b32 t, $4;"
+    for i in range(4):
+        if i == 2:
+            text += "shr.u32 t, $4, 8;"
+        mask = ("0x000f000f", "0x00f000f0")[i % 2]
+        text += f"lop3.b32 ${i}, t, {mask}, e, 0xea;"  # t & mask | e
+        text += f"fma.rn.f16x2 ${i}, ${i}, s, h;" if i % 2 else f"add.rn.f16x2 ${i}, ${i}, l;"
+    return text + "}"
+
+
+_BF16, _BF16_ZERO = gl.constexpr(_in_bf16(False)), gl.constexpr(_in_bf16(True))
+_FP16, _FP16_ZERO = gl.constexpr(_in_fp16(False)), gl.constexpr(_in_fp16(True))
+
+# fmt: off
+
+
+@gluon.jit
+def _numbers(halves, zero, HAS_ZERO: gl.constexpr):
+    """q - zero of codes 0, 1, 2 and 3 of int16, in the dtype of ``zero``; in bf16 1/64 of it."""
+    if gl.float16 == zero.dtype:
+        if HAS_ZERO:
+            numbers = gl.inline_asm_elementwise(
+                _FP16_ZERO, "=&r,=&r,=&r,=&r,r,r", [halves, zero],
+                dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2)
+        else:
+            numbers = gl.inline_asm_elementwise(
+                _FP16, "=&r,=&r,=&r,=&r,r", [halves],
+                dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2)
+    elif HAS_ZERO:
+        numbers = gl.inline_asm_elementwise(
+            _BF16_ZERO, "=&r,=&r,=&r,=&r,r,r", [halves, zero],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
+    else:
+        numbers = gl.inline_asm_elementwise(
+            _BF16, "=&r,=&r,=&r,=&r,r", [halves],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
+    return numbers
+
+
+@gluon.jit
+def _less(zeros, DTYPE: gl.constexpr):
+    """What ``_numbers`` adds."""
+    zeros = zeros.to(gl.float32)
+    if gl.float16 == DTYPE:
+        less = -1024.0 - zeros
+    else:
+        less = zeros * (-1.0 / PARTS_OF_ONE)
+    return less.to(DTYPE)
+
+
+@gluon.jit
+def _every_fourth(x, right: gl.constexpr):
+    """Four right operands [W, C / 4, R] of x [W, R, C]: columns 4h, 4h + 1, 4h + 2 and 4h + 3."""
+    w: gl.constexpr = x.shape[0]
+    r: gl.constexpr = x.shape[1]
+    h: gl.constexpr = x.shape[2] // 4
+    even, odd = gl.split(gl.reshape(x, [w, r, 2 * h, 2]))
+    x0, x2 = gl.split(gl.reshape(even, [w, r, h, 2]))
+    x1, x3 = gl.split(gl.reshape(odd, [w, r, h, 2]))
+    return (gl.convert_layout(gl.permute(x0, [0, 2, 1]), right, assert_trivial=True),
+            gl.convert_layout(gl.permute(x1, [0, 2, 1]), right, assert_trivial=True),
+            gl.convert_layout(gl.permute(x2, [0, 2, 1]), right, assert_trivial=True),
+            gl.convert_layout(gl.permute(x3, [0, 2, 1]), right, assert_trivial=True))
