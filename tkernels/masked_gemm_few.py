@@ -1,9 +1,9 @@
 """The body of ``masked_gemm`` for few rows in int8 on Hopper (sm_90): ``variant`` "few".
 
-Weights are read once, and that is all the time there is. As in ``w4a16_gemm_hopper`` each warp of a
-program has a part of K of its own, with stages of its own in shared memory, and the sums of the
-warps meet at the end; they are int32, so their order makes no difference. As there, too, the first
-weights are asked for before the kernel that makes x_q has ended.
+Weights are read once, and that is all the time there is. Each warp of a program has a part of K of
+its own, with stages of its own in shared memory, and the sums of the warps meet at the end; they
+are int32, so their order makes no difference. The first weights are asked for before the kernel
+that makes x_q has ended.
 
 Weights are the left operand of ``mma.sync`` (16 outputs, 32 columns), x_q the right one (8 rows). A
 lane reads 16 neighbouring bytes at a time of both. An instruction takes 4 of them from each of four

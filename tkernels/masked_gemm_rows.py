@@ -1,8 +1,8 @@
 """The body of ``masked_gemm`` for several int8 rows on Hopper (sm_90): ``variant`` "rows".
 
-As in ``w4a16_gemm_rows`` the warps of a program share x_q, which goes to shared memory once.
-Weights and x_q are multiplied as they are, so both come from there by ``ldmatrix``, and nothing is
-permuted. Sums are int32: parts of K may be added in any order.
+The warps of a program share x_q, which goes to shared memory once. Weights and x_q are multiplied
+as they are, so both come from there by ``ldmatrix``, and nothing is permuted. Sums are int32: parts
+of K may be added in any order.
 
 A warp has 32 outputs, where a tile has that many, and the warps left over have columns of their
 own. Scales of weights, and bias, are read before the wait for earlier kernels, or a tile ahead.
