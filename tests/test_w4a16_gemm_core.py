@@ -6,6 +6,7 @@ Without a GPU it is compiled for sm_90.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import random
@@ -18,6 +19,7 @@ import torch
 import tkernels
 from tests.compiled_for import lines_of
 from tkernels import device, w4_decoding, w4a16_gemm_core
+from tkernels.ops import w4a16_gemm as op
 from tkernels.ops.w4a16_gemm import SPEC
 from tkernels.registry import Config, Problem
 from tkernels.testing import assert_right, tensors_of
@@ -146,6 +148,28 @@ def test_default_is_legal_on_every_card(m: int, n: int, k: int, cores: int) -> N
         assert rows * -(-n // (tiles * config["BLOCK_N"])) * config["SPLIT_K"] <= programs
         columns = w4a16_gemm_core.steps_of(config, k) * config["BLOCK_K"] * config["SLICES"]
         assert columns * config["SPLIT_K"] >= k
+
+
+def test_odd_addresses_have_the_portable_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """x and weights are copied 16 bytes at a time; scales are not."""
+    monkeypatch.setattr(device, "current", lambda: dataclasses.replace(SM90, compile_only=False))
+    took = []
+    for body in ("core", "portable"):
+        bound = functools.partial(lambda body, *_: lambda *_: took.append(body), body)
+        monkeypatch.setattr(op, f"_bind_{body}", bound)
+    inputs = w4_inputs(w4_problem(5, 40, 1024), torch.device("cpu"))
+    given = {name: inputs[name] for name in ("x", "weight", "weight_scale")}
+    given["out"] = torch.empty(5, 40, dtype=BF16)
+    for name in (None, "x", "weight", "weight_scale", "out"):
+        changed = dict(given)
+        for each, t in given.items():  # wherever the allocator put them
+            room = torch.zeros(t.numel() + 16, dtype=t.dtype)
+            past = -room.data_ptr() % 16 // t.element_size() + (each == name)
+            changed[each] = room[past : past + t.numel()].view(t.shape).copy_(t)
+        run = op._plan(*changed.values(), False, False, config=BASE)
+        assert run is not None
+        run(*changed.values(), None, None)
+        assert took.pop() == ("portable" if name in ("x", "weight") else "core"), name
 
 
 @pytest.mark.parametrize("zero", [None, 0, 3, 15, 99])
