@@ -48,6 +48,7 @@ BASE: Config = {
         (w4_problem(16, 48, 4096), None),
         (w4_problem(5, 48, 4096, group=32), "variant core has groups of 64 or more, got 32"),
         (w4_problem(5, 48, 200, group=200), "variant core needs K to be a multiple of 32 up to"),
+        (w4_problem(5, 48, 1 << 31), "variant core needs K to be a multiple of 32 up to"),
     ],
 )
 def test_why_unfit(problem: Problem, why: str | None) -> None:
@@ -79,8 +80,9 @@ def test_why_unfit_elsewhere() -> None:
         ({"BLOCK_K": 256, "SLICES": 8}, "a step has 128 to 1024 columns, got 2048"),
         ({"BLOCK_K": 64, "SLICES": 1, "BLOCK_N": 64, "num_warps": 4}, "got 64"),
         ({"BLOCK_N": 16, "SLICES": 8, "BLOCK_K": 64, "SPLIT_K": 2}, "at most 6 tiles, got 12"),
-        ({"num_stages": 6}, "so that a core has one, got 25"),
-        ({"num_stages": 2}, "so that a core has one, got 8"),
+        ({"num_stages": 6}, "bytes of shared memory, more than 232448"),
+        ({"num_stages": 2}, "of shared memory fit a core, which must have one"),
+        ({"BLOCK_N": 16, "num_warps": 4, "BLOCK_K": 256, "SLICES": 4, "num_stages": 2}, "too few"),
         ({"BLOCK_N": 64, "SPLIT_K": 3, "BLOCK_K": 64, "num_stages": 4}, "too few for 5 tiles"),
     ],
 )
@@ -272,44 +274,66 @@ from tkernels.w4a16_cases import w4_problem
 
 base, cases = json.loads(sys.stdin.read())
 found = []
-for m, k, dtype, more, changed in cases:
-    problem = w4_problem(m, 12288, k, getattr(torch, dtype), **more)
+for m, n, k, dtype, more, changed in cases:
+    problem = w4_problem(m, n, k, getattr(torch, dtype), **more)
     with FakeTensorMode(), offline.record_launches() as launches:
         SPEC.launch(
             **SPEC.make_inputs(problem, torch.device("cpu")), config={**base, **changed})
     ptx = offline.compiled_cuda(launches[0], 90).asm["ptx"]
     got = dataclasses.asdict(offline.compile_cuda(launches[0], 90))
     found.append({
-        **got, "case": [m, k, dtype, more, changed], "names": [x.fn.__name__ for x in launches],
-        "products": ptx.count("mma.sync"), "codes": ptx.count("ldmatrix")})
+        **got, "case": [m, n, k, dtype, more, changed], "names": [x.fn.__name__ for x in launches],
+        "products": ptx.count("mma.sync"),
+        "whole": ptx.count("cp.async.cg.shared.global"), "parts": ptx.count("cp.async.ca")})
 print(json.dumps(found))
 """
 
-COMPILED: list[Any] = [  # rows, K, dtype, of the problem, of the config; 12288 outputs
-    (16, 4096, "bfloat16", {}, {"num_stages": 5}),  # a default
-    (16, 4096, "bfloat16", {}, {"BLOCK_K": 64, "SLICES": 8, "num_stages": 5}),
-    (12, 4096, "float16", {"zero": True, "bias": True}, {"num_stages": 4}),
-    (8, 4096, "bfloat16", {"group": 64}, {"BLOCK_M": 8, "num_stages": 6}),
-    (16, 4064, "bfloat16", {"group": 4064, "zero": True}, {"num_stages": 4, "SPLIT_K": 1}),
+COMPILED: list[Any] = [  # rows, outputs, K, dtype, of the problem, of the config
+    (16, 12288, 4096, "bfloat16", {}, {"num_stages": 5}),  # a default
+    (16, 12288, 4096, "bfloat16", {}, {"BLOCK_K": 64, "SLICES": 8, "num_stages": 5}),
+    (12, 12288, 4096, "float16", {"zero": True, "bias": True}, {"num_stages": 4}),
+    (8, 12288, 4096, "bfloat16", {"group": 64}, {"BLOCK_M": 8, "num_stages": 6}),
+    (16, 12000, 4064, "bfloat16", {"group": 4064, "zero": True}, {"num_stages": 4}),
+    (
+        32,
+        4096,
+        12288,
+        "bfloat16",
+        {},
+        {"BLOCK_M": 32, "BLOCK_K": 64, "SPLIT_K": 3, "num_stages": 7},
+    ),
+    (7, 40, 32, "float16", {"group": 32}, {"BLOCK_M": 8, "num_stages": 8}),
 ]
 
 
 @pytest.mark.slow
 def test_compiled_for_sm90() -> None:
     for case in COMPILED:
-        problem = w4_problem(case[0], 12288, case[1], getattr(torch, case[2]), **case[3])
-        assert SPEC.why_illegal({**BASE, **case[4]}, problem, SM90) is None, case
+        problem = w4_problem(*case[:3], getattr(torch, case[3]), **case[4])
+        assert SPEC.why_illegal({**BASE, **case[5]}, problem, SM90) is None, case
     found = json.loads(lines_of(CHILD, given=json.dumps([BASE, COMPILED]))[-1])
     assert len(found) == len(COMPILED)
     for case in found:
-        changed = {**BASE, **case["case"][4]}
-        assert case["names"] == ["_w4a16_gemm_core_kernel"], case
-        assert case["spill_bytes"] <= 8, case  # a number put away ahead of the loop
-        # Two steps are in the program, one behind the other; three tiles each.
-        outputs = 3 * changed["BLOCK_N"] * changed["SLICES"] // changed["num_warps"]
-        products = outputs * changed["BLOCK_M"] * changed["BLOCK_K"] // (16 * 8 * 16)
-        assert case["products"] == 2 * products, case
-        assert case["shared_bytes"] > SM90.local_mem_bytes // 2, case
+        changed = {**BASE, **case["case"][5]}
+        m, n, k, *_ = case["case"]
+        split = ["_add_rows_kernel"] if changed["SPLIT_K"] > 1 else []
+        assert case["names"] == ["_w4a16_gemm_core_kernel", *split], case
+        assert case["spill_bytes"] <= 16, case  # numbers put away ahead of the loop
+        assert 2 * case["shared_bytes"] > SM90.local_mem_bytes, case  # a core has one
+        # Two steps are in the program, one behind the other, where there are two.
+        rows, columns, slices = changed["BLOCK_M"], changed["BLOCK_K"], changed["SLICES"]
+        tiles = w4a16_gemm_core.tiles_of(changed, m, n, SM90.num_cores)
+        steps = w4a16_gemm_core.steps_of(changed, k)
+        outputs = tiles * changed["BLOCK_N"] * slices // changed["num_warps"]
+        products = outputs * rows * columns // (16 * 8 * 16)
+        assert case["products"] == (2 - steps % 2) * products, case
+        # Copies of 16 bytes alone: of the stages that are there, and once in the loop, each step.
+        step = slices * columns
+        copies = tiles * changed["BLOCK_N"] * step // 2 + rows * step * 2
+        refilled = (2 - steps % 2) if changed["num_stages"] < steps else 0
+        asked = min(changed["num_stages"], steps) + refilled
+        assert case["whole"] == asked * copies // (16 * 32 * changed["num_warps"]), case
+        assert case["parts"] == 0, case
 
 
 # ---- results, on the GPU -----------------------------------------------------------------------
@@ -320,13 +344,29 @@ needs_sm90 = pytest.mark.skipif(
 )
 WAYS: dict[str, Config] = {
     "plain": {},
-    "split": {"BLOCK_K": 64, "SLICES": 8, "SPLIT_K": 3},
+    "split": {"BLOCK_K": 64, "SLICES": 8, "SPLIT_K": 3, "num_stages": 5},
     "eight": {"BLOCK_M": 8, "BLOCK_N": 16, "SLICES": 8, "num_stages": 5},
     "one slice": {"BLOCK_K": 128, "SLICES": 1, "BLOCK_N": 64, "num_warps": 4, "num_stages": 16},
     "narrow": {"BLOCK_K": 64, "SLICES": 2, "num_warps": 4, "num_stages": 22},
     "wide": {"BLOCK_M": 32, "BLOCK_K": 64, "num_stages": 7},
+    "tiles": {"BLOCK_N": 16, "BLOCK_K": 64, "SLICES": 8, "SPLIT_K": 2, "num_stages": 6},
     "many warps": {"BLOCK_K": 64, "SLICES": 8, "num_warps": 16},
 }
+
+
+def test_ways_are_legal() -> None:
+    """On the problems below, where most of them ask for stages again, with one to three tiles."""
+    tiles, rings = set(), []
+    for m, n, k in ((13, 2200, 8704), (13, 2200, 9088), (16, 1000, 8192), (13, 24, 8192)):
+        for way in WAYS.values():
+            problem, config = w4_problem(m, n, k, zero=True), {**BASE, **way}
+            assert SPEC.why_illegal(config, problem, SM90) is None, (problem, way)
+            tiles.add(w4a16_gemm_core.tiles_of(config, m, n, SM90.num_cores))
+            rings.append(w4a16_gemm_core.steps_of(config, k) > config["num_stages"])
+    assert tiles == {1, 2, 3}
+    assert 5 * sum(rings) >= 4 * len(rings)
+
+
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
@@ -356,11 +396,11 @@ def test_random_problems_and_configs(seed: int, dev: torch.device) -> None:
     rng = random.Random(seed)
     for _ in range(8):
         group = rng.choice((64, 128, 128, 256, 512, 0))
-        k = group * rng.choice((1, 2, 3, 5, 9, 16)) or 32 * rng.choice((1, 3, 17, 40))
+        k = group * rng.choice((1, 2, 3, 9, 16, 47, 96)) or 32 * rng.choice((1, 3, 40, 301))
         dtype = rng.choice((BF16, FP16))
         problem = w4_problem(
             rng.choice((1, 2, 7, 8, 9, 16, 17, 33, 64)),
-            rng.choice((1, 15, 16, 17, 48, 200, 1000, 5000)),
+            rng.choice((1, 15, 17, 48, 200, 1000, 5000, 12288, 24576)),
             k,
             dtype,
             group=group or k,
@@ -385,10 +425,11 @@ def test_exact_sums_are_exact(
     way: Config, zero: bool, dtype: torch.dtype, dev: torch.device
 ) -> None:
     """Bit for bit, from small integers and powers of two: nothing is rounded, or left out."""
-    inputs = w4_inputs(w4_problem(13, 2200, 1152, dtype, zero=zero), dev)
+    k = 9088 if zero else 8704  # more steps than stages, so stages are asked for again; odd, even
+    inputs = w4_inputs(w4_problem(13, 2200, k, dtype, zero=zero), dev)
     generator = torch.Generator().manual_seed(1)
-    x = torch.randint(-2, 3, (13, 1152), generator=generator)
-    powers = torch.randint(-3, 1, (2200, 9), generator=generator)
+    x = torch.randint(-2, 3, (13, k), generator=generator)
+    powers = torch.randint(-3, 1, (2200, k // 128), generator=generator)
     inputs["x"] = x.to(dtype).to(dev)
     inputs["weight_scale"] = torch.exp2(powers.float()).to(dtype).to(dev)
     got = SPEC.launch(**inputs, config={**BASE, **way})
@@ -400,7 +441,7 @@ def test_exact_sums_are_exact(
 @each_way
 def test_what_is_beside_the_matrices_is_not_read(way: Config, dev: torch.device) -> None:
     """Views of wider matrices, NaN in the columns and rows that are no part of them."""
-    m, n, k = 11, 37, 1184  # ends within a step, at 32 of its columns
+    m, n, k = 11, 37, 9376  # ends within a step, at 160 of its columns
     inputs = w4_inputs(w4_problem(m, n, k, group=k, bias=True, zero=True), dev)
     config = {**BASE, **way}
     expected = SPEC.launch(**inputs, config=config)
@@ -441,7 +482,7 @@ def test_scales_past_the_last_group_are_not_read(way: Config, dev: torch.device)
 def test_bad_activations_spoil_their_row_alone(
     way: Config, value: float, dev: torch.device
 ) -> None:
-    inputs = w4_inputs(w4_problem(13, 24, 1024), dev)
+    inputs = w4_inputs(w4_problem(13, 24, 8192), dev)
     config = {**BASE, **way}
     before = SPEC.launch(**inputs, config=config)
     inputs["x"][5, 77] = value
@@ -455,7 +496,7 @@ def test_bad_activations_spoil_their_row_alone(
 @needs_sm90
 @each_way
 def test_the_same_bits_again(way: Config, dev: torch.device) -> None:
-    inputs = w4_inputs(w4_problem(16, 1000, 1920, bias=True), dev)
+    inputs = w4_inputs(w4_problem(16, 1000, 8192, bias=True), dev)
     config = {**BASE, **way}
     first = SPEC.launch(**inputs, config=config)
     for _ in range(20):

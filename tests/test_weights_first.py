@@ -38,7 +38,15 @@ ONE_ROW: Config = {
 CONFIGS: dict[str, Config] = {
     "skinny_linear": ONE_ROW,
     "masked_gemm": {**CONFIG, "variant": "few", "GROUP_M": 1, "SWAP": False},
-    "w4a16_gemm": {**CONFIG, "variant": "hopper", "SLICES": 1},
+    "w4a16_gemm": {
+        **CONFIG,
+        "variant": "core",
+        "BLOCK_N": 32,
+        "SLICES": 4,
+        "programs_per_core": 1,
+        "num_warps": 8,
+        "num_stages": 8,
+    },
 }
 
 # In a process of its own: here Triton is an interpreter, there it must compile.
@@ -70,17 +78,17 @@ print(json.dumps(found))
 
 def test_what_comes_before_the_wait() -> None:
     found = json.loads(lines_of(CHILD, given=json.dumps(CONFIGS))[-1])
-    # A lane's copies of 16 bytes a step. Its other loads: of int8 a weight's scale and a bias, of
-    # 4 bits scales and zero points of two weights, of 16 bits the norm's; behind the wait come x
-    # and what is stored.
-    counted = {"masked_gemm": (4, 2), "w4a16_gemm": (2, 4), "skinny_linear": (8, 4)}
-    for name, (copies, loads) in counted.items():
+    # A lane's copies of 16 bytes, ahead and behind, and its other loads ahead: of int8 a weight's
+    # scale and a bias, of 4 bits scales and zero points, of 16 bits the norm's. Behind the wait
+    # come x, of 4 bits two copies for each of two steps, and what is stored.
+    counted = {"masked_gemm": (8, 4, 2), "w4a16_gemm": (2, 6, 16), "skinny_linear": (16, 8, 4)}
+    for name, (ahead, later, loads) in counted.items():
         wait = found[name].index("griddepcontrol.wait")
         before, behind = found[name][:wait], found[name][wait + 1 :]
         assert before[:2] == ["griddepcontrol.launch_dependents", "cp.async.cg"], name
         counts = {event: before.count(event) for event in before[1:]}
-        assert counts == {"cp.async.cg": 2 * copies, "ld.global": loads}, name
-        assert behind.count("cp.async.cg") == copies, name
+        assert counts == {"cp.async.cg": ahead, "ld.global": loads}, name
+        assert behind.count("cp.async.cg") == later, name
         assert {"ld.global", "st.global"} <= set(behind), name
 
 

@@ -131,7 +131,9 @@ def explain(spec: KernelSpec, problem: Problem, config: Config | None = None) ->
         why = why_unusable(spec, entry["config"], problem)
         if why is None:
             return entry["config"], str(path)
-        if path.parent.name == dev.arch:  # another chip's need not be legal here
+        cores = chip_of(entry).get("num_cores", dev.num_cores)
+        # Another chip's need not be legal here.
+        if path.parent.name == dev.arch and cores == dev.num_cores:
             _warn_once(f"{spec.name}: config {entry['config']} in {path} is left out: {why}")
     return spec.default_config(problem, dev), "heuristic"
 

@@ -36,7 +36,6 @@ FIXED: Config = {"variant": "rows", "GROUP_M": 1, "SWAP": False}
 # timed; 32 and 64 take longer than in the portable one.
 DEFAULT_ROWS = range(9, 17)
 CHUNK = gl.constexpr(64)  # columns of x_q that a product takes
-MOST_TILES = 16  # of a program: their scales are asked for one by one
 AT_ONCE = 3  # programs that a core holds by default
 
 # fmt: off

@@ -29,6 +29,7 @@ ones: every program waits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,7 @@ CHUNK = gl.constexpr(64)  # columns of x that a product takes
 AHEAD = gl.constexpr(1)  # stages of weights asked for ahead of the wait for earlier kernels
 MOST_ROWS = 64  # for which this body is the default, where it is legal: of more none was timed
 MOST_TILES = 6  # of a program
+IN_TURN = (1, 2, 3, 4, 6, 8, 16, 32)  # programs of a core, one after the other
 
 # fmt: off
 
@@ -335,7 +337,7 @@ def _w4a16_gemm_core_kernel(
     c = gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, lines_x)))[None, None, :]
     x_columns = slices + c
     row_ok = (r < n_rows) & (x_columns >= 0)
-    x_step = x_ptr + k_first + r.to(gl.int64) * (stride_x * 8) + x_columns
+    x_step = x_ptr + k_first + r.to(gl.int64) * stride_x * 8 + x_columns
     x_s = gl.allocate_shared_memory(DTYPE, [STAGES, SLICES, R, K], turned)
 
     QD: gl.constexpr = Q // ALIKE
@@ -538,6 +540,13 @@ def default_config(problem: Problem, dev: Device) -> Config:
     From an H200 (CONTRIBUTING, "Measured facts"). 12288 x 4096 with 16 rows: 10.2 us with five
     stages, 10.7 with four, 10.5 with slices of 64 columns.
     """
+    facts = tuple((name, problem[name]) for name in ("m", "n", "k", "group", "zero", "scale"))
+    return dict(_default_config(facts, dev))
+
+
+@functools.lru_cache(maxsize=1024)
+def _default_config(facts: tuple[tuple[str, Any], ...], dev: Device) -> Config:
+    problem = dict(facts)
     rows = max(8, min(32, next_power_of_2(problem["m"])))
     config: Config = {
         "BLOCK_M": rows,
@@ -553,8 +562,9 @@ def default_config(problem: Problem, dev: Device) -> Config:
     }
     ways = [
         _with_stages({**config, "SPLIT_K": parts, "programs_per_core": in_turn}, problem, dev)
-        for in_turn in (1, 2, 4, 8, 16, 32)
-        for parts in range(1, 9)
+        for in_turn in IN_TURN
+        for parts in (1, 2, 3, 4, 6, 8)
+        if _tiles({**config, "SPLIT_K": parts, "programs_per_core": in_turn}, problem, dev) <= 4
     ]
     legal = [way for way in ways if why_illegal(way, problem, dev) is None]
     # Fewer stages were not timed: so much of a core has tiles then.
@@ -575,10 +585,12 @@ def _with_stages(config: Config, problem: Problem, dev: Device) -> Config:
 def _work(config: Config, problem: Problem, dev: Device) -> float:
     """Of a core, where 512 columns of a tile are 1 and take 0.33 us: a model of what was timed."""
     m, n, parts = problem["m"], problem["n"], config["SPLIT_K"]
+    tiles = _tiles(config, problem, dev)
+    programs = cdiv(m, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"] * tiles) * parts
     columns = steps_of(config, problem["k"]) * config["BLOCK_K"] * config["SLICES"]
-    a_program = columns / 512 * (_tiles(config, problem, dev) + config["BLOCK_M"] / 27) + 2
+    a_program = columns / 512 * (tiles + config["BLOCK_M"] / 27) + 2
     adding = 5 + parts * (0.25 + m * n / 60000) if parts > 1 else 0
-    return float(config["programs_per_core"] * a_program + adding)
+    return float(cdiv(programs, dev.num_cores) * a_program + adding)
 
 
 def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
@@ -588,7 +600,7 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         "BLOCK_N": (16, 32, 64),
         "BLOCK_K": (64, 128, 256),
         "SLICES": (1, 2, 4, 8),
-        "programs_per_core": (1, 2, 3, 4, 6, 8, 16, 32),
+        "programs_per_core": IN_TURN,
         "num_warps": (4, 8, 16),
     }
     for name, values in allowed.items():
@@ -606,13 +618,16 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if tiles > MOST_TILES:
         return f"a program has at most {MOST_TILES} tiles, got {tiles}"
     used = shared_bytes(config, problem, dev)
-    if not dev.local_mem_bytes // 2 < used <= dev.local_mem_bytes:
-        return (
-            f"a program takes more than half of {dev.local_mem_bytes} bytes of shared memory, so "
-            f"that a core has one, got {used}"
-        )
-    # Sums, those of a group, and codes and x of two steps; products of decoded weights.
+    if used > dev.local_mem_bytes:
+        return f"the tiles take {used} bytes of shared memory, more than {dev.local_mem_bytes}"
+    # 1 KB of a core is the system's for each program.
+    if 2 * used <= dev.local_mem_bytes + 1024:
+        return f"two programs of {used} bytes of shared memory fit a core, which must have one"
+    # Sums, those of a group, and codes and x of two steps; products of decoded weights. A step's
+    # scales and zero points beyond one of each tile's outputs.
     taken = 2 * tiles * a_warp * r // 32 + 2 * tiles * a_warp * k // 256 + r * k // 32 + 64
+    of_step = max(1, k // problem["group"]) - 1
+    taken += of_step * tiles * a_warp // 8 * (4 if problem["zero"] else 2)
     # Scales and zero points come at a time when there is little else.
     numbers = tiles * n * scales_of(config, problem) * (2 if problem["zero"] else 1)
     if (left := few.most_registers(warps, 1)) < max(taken, 64 + numbers // (32 * warps)):

@@ -570,8 +570,9 @@ def _plan(
     problem = dict(zip(SPEC.problem_fields, values, strict=True))
     other = _portable_config(problem, device.current())
     del other["programs_per_core"]
-    portable = _bind_portable((m, n, k), facts, strides, element, other, max_programs)
-    if not w4a16_gemm_core.fits(strides):
+    every = device.current().max_programs  # the limit that is given is the other body's
+    portable = _bind_portable((m, n, k), facts, strides, element, other, every)
+    if not w4a16_gemm_core.fits((strides[0] if m > 1 else 0, *strides[1:])):
         return portable
     core = _bind_core((m, n, k), facts, strides, cfg, max_programs)
     addressable = not device.current().compile_only
@@ -814,7 +815,10 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     if not dev.registers:  # a matrix unit and vector units: no threads
         return {**space, "programs_per_core": [1]}
     if dev.arch == "sm90":
-        space |= {"BLOCK_K": [64, 128, 256, 512, 1024], "programs_per_core": [0, 1, 2, 3, 4, 6]}
+        space |= {
+            "BLOCK_K": [64, 128, 256, 512, 1024],
+            "programs_per_core": [0, 1, 2, 3, 4, 6, 8, 16, 32],
+        }
     return {
         **space,
         "variant": [
@@ -895,7 +899,7 @@ def _why_no_slices(config: Config, problem: Problem) -> str | None:
     if slices == 1:
         return None
     if config["variant"] != "direct":
-        return f"SLICES are for variant direct, got {config['variant']}"
+        return f"SLICES are for variants direct and core, got {config['variant']}"
     if problem["zero"]:
         return "SLICES are for weights without zero points"
     step = config["BLOCK_K"] // slices
