@@ -201,6 +201,30 @@ def _path(folder: Path, spec: KernelSpec) -> Path:
     return folder / device.current().arch / f"{spec.name}.json"
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_an_entry_of_another_chip_need_not_be_legal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    """Of this one it is said that it is left out; tiles may depend on the number of cores."""
+    spec = all_kernels()["rms_norm"]
+    problem, dev = spec.cases[0].problem, device.current()
+    default = spec.default_config(problem, dev)
+    _store(tmp_path, spec, spec.tuning_key(problem), {**default, "BLOCK_N": 48})
+    path = _path(tmp_path, spec)
+    stored = json.loads(path.read_text())
+    stored["entries"][0]["measured"] = {"num_cores": dev.num_cores + (not same), "memory_gib": 80}
+    path.write_text(json.dumps(stored))
+    monkeypatch.setenv("TKERNELS_CONFIG_DIR", str(tmp_path))
+    config.reload()
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert config.explain(spec, problem) == (default, "heuristic")
+        assert ["is left out" in str(w.message) for w in said] == [True] * same
+    finally:
+        config.reload()
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -160,7 +160,7 @@ def test_compiled_for_sm90() -> None:
         assert case["whole"] == stages * outputs * columns // 512, case
         assert case["parts"] == 0, case
         m, k, *_ = case["case"]
-        row = masked_gemm_few.bytes_of_row(changed, {"m": m, "k": k}, 1)
+        row = masked_gemm_few.bytes_of_row(changed, {"m": m, "k": k})
         assert case["shared_bytes"] == stages * warps * outputs * columns + row, case
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tkernels import device
-from tkernels import flash_attn_hopper as flash
+from tkernels import paged_attn_quantized_hopper as paged
 from tkernels.device import Device, cdiv, next_power_of_2
 
 if TYPE_CHECKING:
@@ -16,13 +16,9 @@ if TYPE_CHECKING:
     from tkernels import _triton as gl
     from tkernels import _triton as gluon
 else:
-    gl, gluon = flash.gl, flash.gluon
-    ampere = device.triton_part("triton.experimental.gluon.language.nvidia.ampere")
+    gl, gluon, ampere = paged.gl, paged.gluon, paged.ampere
 
-# Its name in newer tritons, and in 3.6.
-_copy = ampere.async_copy
-_load_async = getattr(_copy, "async_load", None) or _copy.async_copy_global_to_shared
-_commit, _wait = _copy.commit_group, _copy.wait_group
+_load_async, _commit, _wait = paged._load_async, paged._commit, paged._wait
 
 MOST_COLUMNS = 1 << 30  # of x: they are counted in 32 bits, and a little beyond
 

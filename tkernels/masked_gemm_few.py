@@ -281,7 +281,7 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return f"num_warps must be 1 to 16 and num_stages 2 or more, got {warps} and {stages}"
     if not 1 <= config["SPLIT_K"] <= 64:
         return f"SPLIT_K must be 1 to 64, got {config['SPLIT_K']}"
-    used = max(stages * n * k, 4 * n * r) * warps + 1024 + bytes_of_row(config, problem, 1)
+    used = max(stages * n * k, 4 * n * r) * warps + 1024 + bytes_of_row(config, problem)
     if used > dev.local_mem_bytes:
         return f"the tiles take {used} bytes of shared memory, more than {dev.local_mem_bytes}"
     if (taken := (r * n + n * k // 4) // 32) > 128:
@@ -312,12 +312,12 @@ def one_row(problem: Problem, dev: Device) -> Config | None:
 
 
 def steps_in_shared(rows: int, steps: int, block_k: int) -> int:
-    """``S`` : a single one is held there, if registers can bring it."""
+    """``S``: steps of a single row, held in shared memory if registers can bring it; else 0."""
     return next_power_of_2(steps) if rows == 1 and steps * block_k <= 4096 else 0
 
 
-def bytes_of_row(config: Config, problem: Problem, size: int) -> int:
-    """Of shared memory that it takes, with ``size`` bytes a column."""
+def bytes_of_row(config: Config, problem: Problem) -> int:
+    """Of shared memory that it takes."""
     block_k, warps = int(config["BLOCK_K"]), int(config["num_warps"])
     steps = cdiv(cdiv(problem["k"], block_k), warps * config["SPLIT_K"])
-    return steps_in_shared(problem["m"], steps, block_k) * block_k * warps * size
+    return steps_in_shared(problem["m"], steps, block_k) * block_k * warps

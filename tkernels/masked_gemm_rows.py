@@ -44,17 +44,15 @@ AT_ONCE = 3  # programs that a core holds by default
 @gluon.jit
 def _fetch(
     w_s, w_tile, f, stride, n, columns, n_left, k_left, S: gl.constexpr, STAGES: gl.constexpr,
-    N: gl.constexpr, STEP: gl.constexpr, UNIT: gl.constexpr, EVEN_K: gl.constexpr,
-    EVEN_N: gl.constexpr,
+    N: gl.constexpr, STEP: gl.constexpr, EVEN_K: gl.constexpr, EVEN_N: gl.constexpr,
 ):
     """Start to bring the weights of step f % S of tile f // S, whole rows of it at once.
 
-    ``stride``: numbers between two outputs; UNIT columns lie in one; ``columns`` [SLICES, 1, any]:
-    of a step, as multiples of what 16 bytes hold.
+    ``columns`` [SLICES, 1, any]: of a step, as multiples of the 16 that a copy holds.
     """
     t = f // S
     i = f % S
-    at = w_tile + (t * N).to(gl.int64) * stride + i * (STEP // UNIT)
+    at = w_tile + (t * N).to(gl.int64) * stride + i * STEP
     if EVEN_K and EVEN_N:
         _load_async(w_s.index(f % STAGES), at)
     else:
@@ -67,42 +65,40 @@ def _fetch(
 @gluon.jit
 def _piece_of_x(
     x_ptr, stride_x, row0, n_rows, k_first, n_inner, AT: gl.constexpr, PART: gl.constexpr,
-    V: gl.constexpr, H: gl.constexpr, R: gl.constexpr, K: gl.constexpr, SLICES: gl.constexpr,
-    EVEN_K: gl.constexpr, lanes: gl.constexpr,
+    R: gl.constexpr, K: gl.constexpr, SLICES: gl.constexpr, EVEN_K: gl.constexpr,
+    lanes: gl.constexpr,
 ):
-    """[PART * SLICES * R, H, CHUNK / H] of x: from chunk AT on, of each the rows for each slice.
+    """[PART * SLICES * R, CHUNK] of x: from chunk AT on, of each the rows for each slice.
 
     Rows that are not there are zeros, and so are columns.
     """
-    q = gl.arange(0, PART * SLICES * R, gl.SliceLayout(1, gl.SliceLayout(2, lanes)))
-    h = gl.arange(0, H, gl.SliceLayout(0, gl.SliceLayout(2, lanes)))[None, :, None] * (CHUNK // H)
-    c = gl.arange(0, CHUNK // H, gl.SliceLayout(0, gl.SliceLayout(1, lanes)))[None, None, :]
+    q = gl.arange(0, PART * SLICES * R, gl.SliceLayout(1, lanes))
+    c = gl.arange(0, CHUNK, gl.SliceLayout(0, lanes))[None, :]
     r = row0 + q % R
     chunk = AT + q // (R * SLICES)
     at = (chunk // (K // CHUNK) * SLICES + q // R % SLICES) * K + chunk % (K // CHUNK) * CHUNK
-    there = (r < n_rows)[:, None, None]
+    there = (r < n_rows)[:, None]
     if not EVEN_K:
-        there = there & (at[:, None, None] + (h + c // V * V) < n_inner - k_first)
-    rows = x_ptr + k_first + r.to(gl.int64) * stride_x * V + at
-    return gl.load(rows[:, None, None] + (h + c), mask=there, other=0)
+        there = there & (at[:, None] + c // 16 * 16 < n_inner - k_first)
+    rows = x_ptr + k_first + r.to(gl.int64) * stride_x * 16 + at
+    return gl.load(rows[:, None] + c, mask=there, other=0)
 
 
 @gluon.jit
 def _pieces_of_x(
     x_ptr, stride_x, row0, n_rows, k_first, n_inner, AT: gl.constexpr, PARTS: gl.constexpr,
-    PART: gl.constexpr, V: gl.constexpr, H: gl.constexpr, R: gl.constexpr, K: gl.constexpr,
-    SLICES: gl.constexpr, EVEN_K: gl.constexpr, lanes: gl.constexpr,
+    PART: gl.constexpr, R: gl.constexpr, K: gl.constexpr, SLICES: gl.constexpr,
+    EVEN_K: gl.constexpr, lanes: gl.constexpr,
 ):
     """PARTS of them, all asked for at once."""
     first = gl.tuple([_piece_of_x(
-        x_ptr, stride_x, row0, n_rows, k_first, n_inner, AT, PART, V, H, R, K, SLICES, EVEN_K,
-        lanes)])
+        x_ptr, stride_x, row0, n_rows, k_first, n_inner, AT, PART, R, K, SLICES, EVEN_K, lanes)])
     if PARTS == 1:
         pieces = first
     else:
         pieces = first + _pieces_of_x(
-            x_ptr, stride_x, row0, n_rows, k_first, n_inner, AT + PART, PARTS - 1, PART, V, H, R,
-            K, SLICES, EVEN_K, lanes)
+            x_ptr, stride_x, row0, n_rows, k_first, n_inner, AT + PART, PARTS - 1, PART, R, K,
+            SLICES, EVEN_K, lanes)
     return pieces
 
 
@@ -177,7 +173,7 @@ def _masked_gemm_rows_kernel(
     for ahead in gl.static_range(STAGES):
         if ahead < S * T:
             _fetch(w_s, w_tile, n_m * 0 + ahead, stride, n, columns, n_left, k_left, S, STAGES, N,
-                   STEP, 1, EVEN_K, EVEN_N)
+                   STEP, EVEN_K, EVEN_N)
         _commit()
     # No earlier kernel writes these either, and at the end nothing would cover the way to them.
     WIDE: gl.constexpr = 2 if N >= 64 else 1
@@ -190,14 +186,13 @@ def _masked_gemm_rows_kernel(
     if PDL:  # nothing above reads what an earlier kernel may write, or stores
         _wait_for_earlier_kernels()
 
-    lanes3: gl.constexpr = gl.BlockedLayout([1, 1, 16], [8, 1, 4], [W, 1, 1], [2, 1, 0])
     lanes2: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [W, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     PART: gl.constexpr = (S * CHUNKS) & -(S * CHUNKS)  # the largest power of two in it
     PARTS: gl.constexpr = S * CHUNKS // PART
     pieces = _pieces_of_x(
-        xq_ptr, stride_xq, row0, n_rows, k_first, n_inner, 0, PARTS, PART, 16, 1, R, K, SLICES,
-        EVEN_K, lanes3)
+        xq_ptr, stride_xq, row0, n_rows, k_first, n_inner, 0, PARTS, PART, R, K, SLICES, EVEN_K,
+        lanes2)
     if SPLIT_K == 1:
         r = row0 + gl.arange(0, R, line)
         x_scale = gl.load(xs_ptr + r, mask=r < n_rows, other=0.0)
@@ -205,8 +200,7 @@ def _masked_gemm_rows_kernel(
     x_s = gl.allocate_shared_memory(gl.int8, [S * CHUNKS, SLICES, R, CHUNK], turned3)
     x_all = _as(x_s, gl.int8, [PARTS, PART * SLICES * R, CHUNK], turned2)
     for piece in gl.static_range(PARTS):
-        x = gl.reshape(pieces[piece], [PART * SLICES * R, CHUNK])
-        x_all.index(piece).store(gl.convert_layout(x, lanes2, assert_trivial=True))
+        x_all.index(piece).store(pieces[piece])
 
     for t in range(T):
         acc = gl.full([SLICES, N, R], 0, gl.int32, sums)
@@ -217,7 +211,7 @@ def _masked_gemm_rows_kernel(
                 if STAGES < S * T:  # noqa: SIM102 (a constant; without it all is asked for)
                     if f + STAGES - 1 < S * T:
                         _fetch(w_s, w_tile, f + STAGES - 1, stride, n, columns, n_left, k_left, S,
-                               STAGES, N, STEP, 1, EVEN_K, EVEN_N)
+                               STAGES, N, STEP, EVEN_K, EVEN_N)
                 _commit()
             weights = _pieces(w_s.index(f % STAGES).load(left), CHUNKS)
             for j in gl.static_range(CHUNKS):

@@ -791,7 +791,7 @@ def _tuning_key(problem: Problem) -> dict[str, Any]:
     p = problem
     bucket = 8
     while bucket < min(p["m"], 16384):
-        bucket *= 2 if bucket < 64 else 4
+        bucket *= 2 if bucket < 64 else 4  # tiles of 32 rows once, or twice: apart
     group = p["group"]
     return {
         "group": "row" if group == p["k"] else group,
@@ -821,11 +821,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         }
     return {
         **space,
-        "variant": [
-            "direct",
-            "turned",
-            *(["core"] if dev.arch == "sm90" else []),
-        ],
+        "variant": ["direct", "turned", *(["core"] if dev.arch == "sm90" else [])],
         "SLICES": [1, 2, 4, 8],
         "PDL": [False, True] if _has_pdl(dev) else [False],
         "num_warps": [1, 2, 4, 8],
