@@ -374,30 +374,9 @@ def test_ways_are_legal() -> None:
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
-def random_config(rng: random.Random, problem: Problem) -> Config:
-    """A legal one, of any shape."""
-    while True:
-        config = {
-            **BASE,
-            "BLOCK_M": rng.choice((8, 16, 16, 32, 64)),
-            "BLOCK_N": rng.choice((16, 32, 64)),
-            "BLOCK_K": rng.choice((64, 128, 256)),
-            "SPLIT_K": rng.choice((1, 1, 2, 3, 8)),
-            "SLICES": rng.choice((1, 2, 4, 8)),
-            "PDL": rng.random() < 0.7,
-            "programs_per_core": rng.choice((1, 1, 2)),
-            "num_warps": rng.choice((4, 8, 16)),
-            "num_stages": rng.randint(2, 16),
-        }
-        if SPEC.why_illegal(config, problem, device.current()) is None:
-            return config
-
-
-@gpu
-@needs_sm90
-@pytest.mark.parametrize("seed", range(12))
-def test_random_problems_and_configs(seed: int, dev: torch.device) -> None:
-    rng = random.Random(seed)
+def random_problems(seed: int, facts: device.Device) -> list[tuple[Problem, Config]]:
+    """Eight of any shape, each with a config of any that is legal there."""
+    rng, found = random.Random(seed), []
     for _ in range(8):
         group = rng.choice((64, 128, 128, 256, 512, 0))
         k = group * rng.choice((1, 2, 3, 9, 16, 47, 96)) or 32 * rng.choice((1, 3, 40, 301))
@@ -412,7 +391,45 @@ def test_random_problems_and_configs(seed: int, dev: torch.device) -> None:
             zero=rng.random() < 0.5,
             bias=rng.random() < 0.5,
         )
-        config = random_config(rng, problem)
+        draws = (random_config(rng) for _ in range(20000))
+        found.append((problem, next(c for c in draws if not SPEC.why_illegal(c, problem, facts))))
+    return found
+
+
+def random_config(rng: random.Random) -> Config:
+    return {
+        **BASE,
+        "BLOCK_M": rng.choice((8, 16, 16, 32, 64)),
+        "BLOCK_N": rng.choice((16, 32, 64)),
+        "BLOCK_K": rng.choice((64, 128, 256)),
+        "SPLIT_K": rng.choice((1, 1, 2, 3, 8)),
+        "SLICES": rng.choice((1, 2, 4, 8)),
+        "PDL": rng.random() < 0.7,
+        "programs_per_core": rng.choice((1, 1, 2, 8)),
+        "num_warps": rng.choice((4, 8, 16)),
+        "num_stages": rng.randint(2, 16),
+    }
+
+
+def test_random_problems_ask_for_stages_again() -> None:
+    """What is drawn: rings that are refilled, some of several tiles, and of odd steps."""
+    tiles, odd = [], 0
+    for problem, config in (each for seed in range(12) for each in random_problems(seed, SM90)):
+        steps = w4a16_gemm_core.steps_of(config, problem["k"])
+        if steps > config["num_stages"]:
+            programs = config["programs_per_core"] * SM90.num_cores
+            tiles.append(w4a16_gemm_core.tiles_of(config, problem["m"], problem["n"], programs))
+            odd += steps % 2
+    assert len(tiles) >= 15
+    assert sum(each > 1 for each in tiles) >= 3
+    assert odd >= 3
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("seed", range(12))
+def test_random_problems_and_configs(seed: int, dev: torch.device) -> None:
+    for problem, config in random_problems(seed, device.current()):
         inputs = w4_inputs(problem, dev)
         try:
             assert_right(SPEC, inputs, tensors_of(SPEC.launch(**inputs, config=config)))
