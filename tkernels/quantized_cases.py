@@ -35,8 +35,9 @@ def quantized_problem(
     skip_every: int = 0,
     mantissa_bits: int = 1,
     outlier_every: int = 25,
+    scattered: bool = True,
 ) -> dict[str, Any]:
-    """Problem of ``tokens`` new tokens; the last three only concern the inputs made from it."""
+    """Problem of ``tokens`` new tokens; the last four only concern the inputs made from it."""
     default = 32 if head_dim % 64 == 0 else 16
     return {
         "n_tokens": tokens,
@@ -49,6 +50,7 @@ def quantized_problem(
         "skip_every": skip_every,
         "mantissa_bits": mantissa_bits,
         "outlier_every": outlier_every,
+        "scattered": scattered,
     }
 
 
@@ -61,10 +63,14 @@ def quantized_shape(
     residuals: bool = True,
     static: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    scattered: bool = False,
 ) -> Problem:
-    """Keys and values of ``tokens`` new tokens."""
+    """Keys and values of ``tokens`` new tokens: of prompts, which fill whole blocks, or
+    ``scattered``, as those of a decode step are."""
     mode = "int8" + "_static" * static + "_fp4" * residuals
-    return quantized_problem(tokens, num_kv_heads, head_dim, dtype, mode, block_size=block_size)
+    return quantized_problem(
+        tokens, num_kv_heads, head_dim, dtype, mode, block_size=block_size, scattered=scattered
+    )
 
 
 def quantized_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
@@ -86,7 +92,12 @@ def quantized_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
         if cache.free_slots is not None and i:
             cache.free_slots.copy_(cache.free_slots.flip(1))
         caches |= {f"{which}_{n}": t for n, t in zip(FIELDS, fields(cache), strict=True)}
-    slots = torch.randperm(num_blocks * problem["block_size"], generator=generator)[:tokens]
+    size = problem["block_size"]
+    if problem.get("scattered", True):
+        slots = torch.randperm(num_blocks * size, generator=generator)[:tokens]
+    else:
+        blocks = torch.randperm(num_blocks, generator=generator)[:, None]
+        slots = (blocks * size + torch.arange(size)).flatten()[:tokens]
     if problem.get("skip_every", 0):
         slots[:: problem["skip_every"]] = -1
     qkv = qkv.to(problem["dtype"]).to(dev)
@@ -166,8 +177,23 @@ CASES = (
     ),
     Case("1x1x1-int8-bf16", _P(1, 1, 1, _BF16, "int8", block_size=1), _EDGE),
     Case("3x5x33-static-bf16", _P(3, 5, 33, _BF16, "int8_static"), _EDGE),
+    Case(
+        "13x8x96-int8-block3-fp32",
+        _P(13, 8, 96, torch.float32, "int8", block_size=3, skip_every=5, scattered=False),
+        _EDGE,
+    ),
+    # A decode step's tokens lie apart, those of prompts fill blocks; scattered, a token's scale of
+    # 4 bytes takes 32 of memory.
     Case("64x8x128-fp4-bf16", _P(64, 8, 128, _BF16, "int8_fp4"), _BENCH),
+    *(
+        Case(f"{n}x8x128-{label}-blocks-bf16", _P(n, 8, 128, _BF16, mode, scattered=False), _BENCH)
+        for n, label, mode in (
+            (512, "int8", "int8"),
+            (512, "fp4", "int8_fp4"),
+            (4096, "int8", "int8"),
+            (4096, "fp4", "int8_fp4"),
+            (4096, "static-fp4", "int8_static_fp4"),
+        )
+    ),
     Case("4096x8x128-int8-bf16", _P(4096, 8, 128, _BF16, "int8"), _BENCH),
-    Case("4096x8x128-fp4-bf16", _P(4096, 8, 128, _BF16, "int8_fp4"), _BENCH),
-    Case("4096x8x128-static-fp4-bf16", _P(4096, 8, 128, _BF16, "int8_static_fp4"), _BENCH),
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tkernels
+from tkernels.device import sm_facts
 from tkernels.kv_format import (
     MODES,
     NO_SLOT,
@@ -18,6 +19,8 @@ from tkernels.kv_format import (
     quantize_ref,
     release_residuals_ref,
 )
+from tkernels.quantized_cases import quantized_problem
+from tkernels.registry import get
 
 pytestmark = pytest.mark.thin(2)
 
@@ -127,7 +130,7 @@ def test_a_long_life_equals_the_reference(seed: int, dev: torch.device) -> None:
         blocks = torch.randint(-1, 4, (2,), generator=generator)
         # A program takes all tokens of a head here, so that both drop the same ones.
         config = {"BLOCK_T": 4, "programs_per_core": 0, "PDL": False, "num_warps": 1}
-        config |= {"STAGES": 1, "BY_TOKEN": seed % 2 == 1}
+        config |= {"STAGES": 1, "BY_TOKEN": seed % 2 == 1, "BLOCK_HEADS": 1}
         append(x.to(dev), mine, places.to(dev), config=config)
         append_quantized_ref(x.to(dev), theirs, places.to(dev))
         if step % 3 == 2:
@@ -215,7 +218,7 @@ def test_k_and_v_have_caches_of_their_own(
     def call(k_cache: QuantizedKV, v_cache: QuantizedKV) -> None:
         # One tile, so that slots are taken in the order of tokens on any device.
         config = {"BLOCK_T": 8, "programs_per_core": 0, "PDL": False, "num_warps": 1}
-        config |= {"STAGES": 1, "BY_TOKEN": by_token}
+        config |= {"STAGES": 1, "BY_TOKEN": by_token, "BLOCK_HEADS": 1}
         more: Any = {} if compiled else {"config": config}
         tkernels.append_quantized_kv(k, v, k_cache, v_cache, places, **more)
 
@@ -339,6 +342,63 @@ def test_nothing_else_of_the_cache_is_touched(dev: torch.device) -> None:
     assert torch.equal(nan, ~used[:, None].expand(-1, HEADS))
     assert bool((cache.residual_scale == 0xFF).all(-1).sum(1).eq(13).all())
     assert bool((cache.residual == 0xA5).all(-1).sum(1).eq(13).all())
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 5, 11])
+def test_heads_of_a_program(heads: int, tokens: int, dev: torch.device) -> None:
+    """Heads that a program takes together: each row's place, with gaps, tails and odd strides."""
+    generator = torch.Generator().manual_seed(tokens)
+    wide = torch.randn(tokens, 10, 3 * 40, generator=generator).to(dev)
+    k, v = wide[:, :8, :40], wide.flip(1)[:, 1:9, 41:81]
+    places = torch.randperm(18, generator=generator)[:tokens].to(dev)
+    places[2::4] = -1
+    caches = []
+    for x in (k, v):
+        cache = allocate_quantized(6, 3, 8, 40, mode="int8", device=dev)
+        cache.codes.fill_(-128)
+        cache.scale.fill_(float("nan"))
+        caches.append((x, cache, copy_of(cache)))
+    config = {"BLOCK_T": 4, "programs_per_core": 0, "PDL": False, "num_warps": 4}
+    config |= {"STAGES": 1, "BY_TOKEN": False, "BLOCK_HEADS": heads}
+    tkernels.append_quantized_kv(k, v, caches[0][1], caches[1][1], places, config=config)
+    for x, got, expected in caches:
+        append_quantized_ref(x, expected, places)
+        assert torch.equal(got.codes, expected.codes)
+        assert torch.equal(got.scale.nan_to_num(-1.0), expected.scale.nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize(
+    ("mode", "heads", "words"),
+    [
+        ("int8", 3, "BLOCK_HEADS=3 is no power of two that divides 8 heads"),
+        ("int8", 16, "BLOCK_HEADS=16 is no power of two that divides 8 heads"),
+        ("int8_static", 2, "BLOCK_HEADS=2 must be 1 where scales of channels or residuals are"),
+        ("int8_fp4", 2, "BLOCK_HEADS=2 must be 1 where scales of channels or residuals are"),
+    ],
+)
+def test_heads_that_a_program_cannot_take(mode: str, heads: int, words: str) -> None:
+    spec = get("append_quantized_kv")
+    problem = quantized_problem(64, 8, 128, torch.bfloat16, mode)
+    config = spec.default_config(problem, sm_facts(90)) | {"BLOCK_HEADS": heads}
+    why = spec.why_illegal(config, problem, sm_facts(90))
+    assert why is not None
+    assert words in why
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_the_default_has_few_programs(mode: str) -> None:
+    """A program of any size takes a chip about 1.2 ns to start, and its tokens little more."""
+    spec, chip = get("append_quantized_kv"), sm_facts(90)
+    for tokens in (1, 7, 64, 256, 300, 512, 1024, 4096):
+        for heads in (1, 2, 4, 8, 10):
+            problem = quantized_problem(tokens, heads, 128, torch.bfloat16, mode)
+            config = spec.default_config(problem, chip)
+            rows = config["BLOCK_T"] * config["BLOCK_HEADS"]
+            programs = -(-2 * tokens * heads // rows)
+            starts = 1.2e-3 * programs
+            moved = spec.cost(problem).bytes / 3e6  # us, of an H100's memory
+            assert starts < 1.3 * max(1.3, moved), (tokens, heads, config)
 
 
 @pytest.mark.gpu

@@ -22,6 +22,17 @@ from typing import Any
 
 import torch
 
+from tkernels.append_codes import (
+    ROUNDER,
+    append_codes,
+    as_fp32,
+    inverse_of,
+    larger_size,
+    low_byte,
+    place_of,
+    rounded,
+    scale_of,
+)
 from tkernels.config import planned, resolve, why_no_launch
 from tkernels.device import (
     Device,
@@ -131,40 +142,64 @@ def _append_quantized_kv_kernel(
     ORDERED: tl.constexpr,  # a program has all tokens of a head, in order
     CLAMPED: tl.constexpr,  # addresses of masked lanes lie inside, too
     ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
-    BLOCK_H: tl.constexpr,  # half a head's channels, as a power of two
+    WIDTH: tl.constexpr,  # channels of a row, as a power of two; with residuals of half a row
     BLOCK_T: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,  # of a program, which lie side by side; 1 with residuals or STATIC
     STAGES: tl.constexpr,  # tiles that are on their way to a program, by copies ahead; 1: no copies
     BY_TOKEN: tl.constexpr,  # residuals are made of one token at a time, which is read again
     PDL: tl.constexpr,
+    ONE_CODE: tl.constexpr,  # the same code runs for K and V: half as much
 ):
     if PDL:
         _let_next_kernel_start()
         _wait_for_earlier_kernels()
-    # A program stays with one head. Those of K come first: other code runs for V.
-    head, first = tl.program_id(0) % N_HEADS, tl.program_id(0) // N_HEADS
-    step = tl.num_programs(0) // (2 * N_HEADS)  # programs of a head
+    # A program stays with its heads, of K or of V. What lies side by side is read at one time.
+    groups: tl.constexpr = N_HEADS // BLOCK_HEADS
+    step = tl.num_programs(0) // (2 * groups)  # programs of a group
+    of_k = tl.program_id(0) % 2 == 0
+    head, first = tl.program_id(0) // 2 % groups * BLOCK_HEADS, tl.program_id(0) // (2 * groups)
     # fmt: off
-    if first < step:
-        _append_head(
+    if ONE_CODE:
+        x_ptr = k_ptr if of_k else v_ptr
+        codes_ptr = k_codes_ptr if of_k else v_codes_ptr
+        scale_ptr = k_scale_ptr if of_k else v_scale_ptr
+        slots_ptr = k_slots_ptr if of_k else v_slots_ptr
+        residual_ptr = k_residual_ptr if of_k else v_residual_ptr
+        residual_scale_ptr = k_residual_scale_ptr if of_k else v_residual_scale_ptr
+        free_slots_ptr = k_free_slots_ptr if of_k else v_free_slots_ptr
+        free_count_ptr = k_free_count_ptr if of_k else v_free_count_ptr
+        dropped_ptr = k_dropped_ptr if of_k else v_dropped_ptr
+        tau_ptr = k_tau_ptr if of_k else v_tau_ptr
+        stride_xt = stride_kt if of_k else stride_vt
+        stride_xh = stride_kh if of_k else stride_vh
+        _append_side(
+            head, first, n_tiles, step, x_ptr, codes_ptr, scale_ptr, slots_ptr,
+            residual_ptr, residual_scale_ptr, free_slots_ptr,
+            free_count_ptr, dropped_ptr, tau_ptr, slot_mapping_ptr, stride_xt,
+            stride_xh, n_tokens, n_positions, n_slots, BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC,
+            RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE, ORDERED, CLAMPED, ONE_TILE, WIDTH, BLOCK_T,
+            BLOCK_HEADS, STAGES, BY_TOKEN)
+    elif of_k:
+        _append_side(
             head, first, n_tiles, step, k_ptr, k_codes_ptr, k_scale_ptr, k_slots_ptr,
-            k_residual_ptr, k_residual_scale_ptr, k_free_slots_ptr, k_free_count_ptr, k_dropped_ptr,
-            k_tau_ptr, slot_mapping_ptr, stride_kt, stride_kh, n_tokens, n_positions, n_slots,
-            BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC, RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE,
-            ORDERED, CLAMPED, ONE_TILE, BLOCK_H, BLOCK_T, STAGES,
-            BY_TOKEN)
+            k_residual_ptr, k_residual_scale_ptr, k_free_slots_ptr,
+            k_free_count_ptr, k_dropped_ptr, k_tau_ptr, slot_mapping_ptr, stride_kt,
+            stride_kh, n_tokens, n_positions, n_slots, BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC,
+            RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE, ORDERED, CLAMPED, ONE_TILE, WIDTH, BLOCK_T,
+            BLOCK_HEADS, STAGES, BY_TOKEN)
     else:
-        _append_head(
-            head, first - step, n_tiles, step, v_ptr, v_codes_ptr, v_scale_ptr, v_slots_ptr,
-            v_residual_ptr, v_residual_scale_ptr, v_free_slots_ptr, v_free_count_ptr, v_dropped_ptr,
-            v_tau_ptr, slot_mapping_ptr, stride_vt, stride_vh, n_tokens, n_positions, n_slots,
-            BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC, RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE,
-            ORDERED, CLAMPED, ONE_TILE, BLOCK_H, BLOCK_T, STAGES,
-            BY_TOKEN)
+        _append_side(
+            head, first, n_tiles, step, v_ptr, v_codes_ptr, v_scale_ptr, v_slots_ptr,
+            v_residual_ptr, v_residual_scale_ptr, v_free_slots_ptr,
+            v_free_count_ptr, v_dropped_ptr, v_tau_ptr, slot_mapping_ptr, stride_vt,
+            stride_vh, n_tokens, n_positions, n_slots, BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC,
+            RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE, ORDERED, CLAMPED, ONE_TILE, WIDTH, BLOCK_T,
+            BLOCK_HEADS, STAGES, BY_TOKEN)
     # fmt: on
 
 
 @triton.jit
-def _append_head(
+def _append_side(
     head,
     first,
     n_tiles,
@@ -195,96 +230,144 @@ def _append_head(
     ORDERED: tl.constexpr,
     CLAMPED: tl.constexpr,
     ONE_TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+):
+    """K's part, or V's: tiles ``first``, ``first + step`` .. of the heads from ``head`` on."""
+    if ONE_TILE:
+        n_tiles, step = first + 1, 1
+    # fmt: off
+    if RESIDUAL_BLOCK == 0:
+        append_codes(
+            head, first, n_tiles, step, x_ptr, codes_ptr, scale_ptr, slot_mapping_ptr, stride_xt,
+            stride_xh, n_tokens, n_positions, BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC, CLAMPED,
+            WIDTH, BLOCK_T, BLOCK_HEADS, STAGES)
+    else:
+        _append_with_rests(
+            head, first, n_tiles, step, x_ptr, codes_ptr, scale_ptr, slots_ptr, residual_ptr,
+            residual_scale_ptr, free_slots_ptr, free_count_ptr, dropped_ptr, tau_ptr,
+            slot_mapping_ptr, stride_xt, stride_xh, n_tokens, n_positions, n_slots, BLOCK_SIZE,
+            N_HEADS, HEAD_DIM, STATIC, RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE, ORDERED, CLAMPED,
+            WIDTH, BLOCK_T, STAGES, BY_TOKEN)
+    # fmt: on
+
+
+@triton.jit
+def _append_with_rests(
+    head,
+    first,
+    n_tiles,
+    step,
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    slots_ptr,
+    residual_ptr,
+    residual_scale_ptr,
+    free_slots_ptr,
+    free_count_ptr,
+    dropped_ptr,
+    tau_ptr,
+    slot_mapping_ptr,
+    stride_xt,
+    stride_xh,
+    n_tokens,
+    n_positions,
+    n_slots,
+    BLOCK_SIZE: tl.constexpr,
+    N_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    STATIC: tl.constexpr,
+    RESIDUAL_BLOCK: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+    ORDERED: tl.constexpr,
+    CLAMPED: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
     BY_TOKEN: tl.constexpr,
 ):
-    """Tiles ``first``, ``first + step`` .. of the tokens of one head of K, or of V."""
-    if ONE_TILE:
-        n_tiles, step = first + 1, 1
-    half: tl.constexpr = (HEAD_DIM + 1) // 2
+    """Tiles ``first``, ``first + step`` .. of the tokens of one head, with residuals."""
+    half: tl.constexpr = HEAD_DIM // 2
     head64 = tl.cast(head, tl.int64)
     x_ptr += head64 * stride_xh
     # Channel j and j + half share a byte of the residual, so the halves stay apart.
     column = tl.arange(0, BLOCK_H)[None, :]
-    in_low, in_high = column < half, column + half < HEAD_DIM
+    inside = column < half
     low_column, high_column = column, column + half
     if CLAMPED:  # Ascend reads for masked lanes, too
         low_column = tl.minimum(column, half - 1)
-        high_column = tl.minimum(column + half, HEAD_DIM - 1)
+        high_column = low_column + half
     if STATIC:
         channels = scale_ptr + head64 * HEAD_DIM
-        scale_low = tl.load(channels + low_column, mask=in_low, other=0.0)
-        scale_high = tl.load(channels + high_column, mask=in_high, other=0.0)
-        inverse_low, inverse_high = _inverse(scale_low), _inverse(scale_high)
-    if RESIDUAL_BLOCK > 0:
-        tau = tl.load(tau_ptr + head)
-        most = tl.where(tau < 0, -1.0, tau * tau)
+        scale_low = tl.load(channels + low_column, mask=inside, other=0.0)
+        scale_high = tl.load(channels + high_column, mask=inside, other=0.0)
+        inverse_low, inverse_high = inverse_of(scale_low), inverse_of(scale_high)
+    tau = tl.load(tau_ptr + head)
+    most = tl.where(tau < 0, -1.0, tau * tau)
     for tile in tl.range(first, n_tiles, step, num_stages=STAGES):
         # Read before the places are known to be some, so that the loads do not wait for each other.
         # fmt: off
         position, low, high = _read(
-            tile, x_ptr, slot_mapping_ptr, stride_xt, n_tokens, low_column, high_column, in_low,
-            in_high, CLAMPED, BLOCK_T)
+            tile, x_ptr, slot_mapping_ptr, stride_xt, n_tokens, low_column, high_column, inside,
+            CLAMPED, BLOCK_T)
         # fmt: on
         kept = (position >= 0) & (position < n_positions)
         position = tl.where(kept, position, 0)
-        place = _place(position, head64, N_HEADS, BLOCK_SIZE)
-        if RESIDUAL_BLOCK > 0:
-            slot = tl.load(slots_ptr + place, mask=kept, other=NO_SLOT_).to(tl.int32)
-        x_low, x_high = _fp32(low), _fp32(high)
+        place = place_of(position, head64, N_HEADS, BLOCK_SIZE)
+        slot = tl.load(slots_ptr + place, mask=kept, other=NO_SLOT_).to(tl.int32)
+        x_low, x_high = as_fp32(low), as_fp32(high)
         if not STATIC:
-            scale, inverse_low = _token_scale(x_low, x_high)
+            scale, inverse_low = scale_of(larger_size(x_low, x_high))
             inverse_high = inverse_low
         cells = codes_ptr + (position * N_HEADS + head64)[:, None] * HEAD_DIM + column
         # One half after the other, so that fewer numbers wait in registers.
-        steps_low, moved_low = _rounded(x_low, inverse_low, STATIC)
-        tl.store(cells, _low_byte(moved_low), mask=kept[:, None] & in_low)
-        if RESIDUAL_BLOCK > 0:
-            rest_low = steps_low - (moved_low - ROUNDER)
-            lost_low, whole_low = rest_low, steps_low
-            if STATIC:
-                lost_low, whole_low = rest_low * scale_low, x_low
-            lost_low, whole_low = lost_low * lost_low, whole_low * whole_low
-        steps_high, moved_high = _rounded(x_high, inverse_high, STATIC)
-        tl.store(cells + half, _low_byte(moved_high), mask=kept[:, None] & in_high)
-
-        if RESIDUAL_BLOCK > 0:
-            rest_high = steps_high - (moved_high - ROUNDER)
-            lost_high, whole_high = rest_high, steps_high
-            if STATIC:
-                lost_high, whole_high = rest_high * scale_high, x_high
-            lost = tl.sum(tl.fma(lost_high, lost_high, lost_low), 1)
-            whole = tl.sum(tl.fma(whole_high, whole_high, whole_low), 1)
-            # sqrt(lost / whole) > tau, 0 > tau for a token of zeros, without quotient and root.
-            is_some = whole > 0
-            lost, whole = tl.where(is_some, lost, -tau), tl.where(is_some, whole, 0.0)
-            outlier = kept & (lost > most * whole)
-            bit = 1
+        steps_low, moved_low = rounded(x_low, inverse_low, STATIC)
+        tl.store(cells, low_byte(moved_low), mask=kept[:, None] & inside)
+        rest_low = steps_low - (moved_low - ROUNDER)
+        lost_low, whole_low = rest_low, steps_low
+        if STATIC:
+            lost_low, whole_low = rest_low * scale_low, x_low
+        lost_low, whole_low = lost_low * lost_low, whole_low * whole_low
+        steps_high, moved_high = rounded(x_high, inverse_high, STATIC)
+        tl.store(cells + half, low_byte(moved_high), mask=kept[:, None] & inside)
+        rest_high = steps_high - (moved_high - ROUNDER)
+        lost_high, whole_high = rest_high, steps_high
+        if STATIC:
+            lost_high, whole_high = rest_high * scale_high, x_high
+        lost = tl.sum(tl.fma(lost_high, lost_high, lost_low), 1)
+        whole = tl.sum(tl.fma(whole_high, whole_high, whole_low), 1)
+        # sqrt(lost / whole) > tau, 0 > tau for a token of zeros, without quotient and root.
+        is_some = whole > 0
+        lost, whole = tl.where(is_some, lost, -tau), tl.where(is_some, whole, 0.0)
+        outlier = kept & (lost > most * whole)
+        bit = 1
+        if BY_TOKEN:
+            bit = 1 << tl.arange(0, BLOCK_T)
+        found = tl.sum(tl.where(outlier | (kept & (slot != NO_SLOT_)), bit, 0))
+        if found != 0:
+            # fmt: off
+            slot = _slots_of(
+                outlier, slot, place, head, slots_ptr, free_slots_ptr, free_count_ptr, dropped_ptr,
+                n_slots, ORDERED, BLOCK_T)
             if BY_TOKEN:
-                bit = 1 << tl.arange(0, BLOCK_T)
-            found = tl.sum(tl.where(outlier | (kept & (slot != NO_SLOT_)), bit, 0))
-            if found != 0:
-                # fmt: off
-                slot = _slots_of(
-                    outlier, slot, place, head, slots_ptr, free_slots_ptr, free_count_ptr,
-                    dropped_ptr, n_slots, ORDERED, BLOCK_T)
-                if BY_TOKEN:
-                    _store_rests_by_token(
-                        tile * BLOCK_T, found, head, x_ptr, scale_ptr, slots_ptr, residual_ptr,
-                        residual_scale_ptr, slot_mapping_ptr, stride_xt, n_tokens, n_slots,
-                        BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC, RESIDUAL_BLOCK, MANTISSA,
-                        LARGEST_CODE, BLOCK_H, BLOCK_T)
-                else:
-                    _store_rest(
-                        rest_low, rest_high, slot, kept & (slot != NO_SLOT_), head, residual_ptr,
-                        residual_scale_ptr, n_slots, HEAD_DIM, RESIDUAL_BLOCK, MANTISSA,
-                        LARGEST_CODE, BLOCK_H, BLOCK_T)
-                # fmt: on
+                _store_rests_by_token(
+                    tile * BLOCK_T, found, head, x_ptr, scale_ptr, slots_ptr, residual_ptr,
+                    residual_scale_ptr, slot_mapping_ptr, stride_xt, n_tokens, n_slots,
+                    BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC, RESIDUAL_BLOCK, MANTISSA,
+                    LARGEST_CODE, BLOCK_H, BLOCK_T)
+            else:
+                _store_rest(
+                    rest_low, rest_high, slot, kept & (slot != NO_SLOT_), head, residual_ptr,
+                    residual_scale_ptr, n_slots, HEAD_DIM, RESIDUAL_BLOCK, MANTISSA,
+                    LARGEST_CODE, BLOCK_H, BLOCK_T)
+            # fmt: on
         if not STATIC:
-            if RESIDUAL_BLOCK > 0:
-                scale = tl.where(slot != NO_SLOT_, -scale, scale)
+            scale = tl.where(slot != NO_SLOT_, -scale, scale)
             tl.store(scale_ptr + place, scale, mask=kept)
 
 
@@ -297,8 +380,7 @@ def _read(
     n_tokens,
     low_column,
     high_column,
-    in_low,
-    in_high,
+    inside,
     CLAMPED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -309,8 +391,8 @@ def _read(
     if CLAMPED:
         tokens = tl.minimum(tokens, n_tokens - 1)
     rows = x_ptr + tokens.to(tl.int64)[:, None] * stride_xt
-    low = tl.load(rows + low_column, mask=there[:, None] & in_low, other=0.0)
-    high = tl.load(rows + high_column, mask=there[:, None] & in_high, other=0.0)
+    low = tl.load(rows + low_column, mask=there[:, None] & inside, other=0.0)
+    high = tl.load(rows + high_column, mask=there[:, None] & inside, other=0.0)
     return position, low, high
 
 
@@ -428,21 +510,21 @@ def _store_rests_by_token(
         if (found >> i) & 1:
             # fmt: off
             position, x_low, x_high = _read(
-                first + i, x_ptr, slot_mapping_ptr, stride_xt, n_tokens, low, high, inside, inside,
-                False, 1)
+                first + i, x_ptr, slot_mapping_ptr, stride_xt, n_tokens, low, high, inside, False,
+                1)
             # fmt: on
-            place = _place(position, tl.cast(head, tl.int64), N_HEADS, BLOCK_SIZE)
+            place = place_of(position, tl.cast(head, tl.int64), N_HEADS, BLOCK_SIZE)
             slot = tl.load(slots_ptr + place).to(tl.int32)
-            x_low, x_high = _fp32(x_low), _fp32(x_high)
+            x_low, x_high = as_fp32(x_low), as_fp32(x_high)
             if STATIC:
                 channels = scale_ptr + tl.cast(head, tl.int64) * HEAD_DIM
-                inverse_low = _inverse(tl.load(channels + low, mask=inside, other=0.0))
-                inverse_high = _inverse(tl.load(channels + high, mask=inside, other=0.0))
+                inverse_low = inverse_of(tl.load(channels + low, mask=inside, other=0.0))
+                inverse_high = inverse_of(tl.load(channels + high, mask=inside, other=0.0))
             else:
-                _, inverse_low = _token_scale(x_low, x_high)
+                _, inverse_low = scale_of(larger_size(x_low, x_high))
                 inverse_high = inverse_low
-            steps_low, moved_low = _rounded(x_low, inverse_low, STATIC)
-            steps_high, moved_high = _rounded(x_high, inverse_high, STATIC)
+            steps_low, moved_low = rounded(x_low, inverse_low, STATIC)
+            steps_high, moved_high = rounded(x_high, inverse_high, STATIC)
             # fmt: off
             _store_rest(
                 steps_low - (moved_low - ROUNDER), steps_high - (moved_high - ROUNDER), slot,
@@ -452,71 +534,6 @@ def _store_rests_by_token(
 
 
 NO_SLOT_ = tl.constexpr(NO_SLOT)
-# 1.5 * 2^23, whose last bit is 1: a sum with it is rounded to the nearest whole number, half to
-# even, and its low byte is that number.
-ROUNDER = tl.constexpr(12582912.0)
-
-
-@triton.jit
-def _token_scale(low, high):
-    """(scale [BLOCK_T], its inverse [BLOCK_T, 1]) of tokens from both halves of their numbers."""
-    absmax = tl.reduce(_larger_size(low, high), 1, _larger)
-    spoilt = absmax * 0.0  # what is not a number is not read back as one
-    absmax = tl.where(absmax < 7.888609052210118e-31, 0.0, absmax)  # 2^-100
-    scale = absmax * 0.007874015748031496 + spoilt  # 1 / 127
-    divisor = tl.where(absmax > 0, absmax, 1.0)
-    inverse = tl.where(absmax > 0, tl.div_rn(127.0, divisor), 0.0)
-    return scale, inverse[:, None]
-
-
-@triton.jit
-def _inverse(scale):
-    """1 / scale, one division a channel and tile; 0 where that is no normal number."""
-    usable = scale >= 1.1754943508222875e-38  # 2^-126
-    return tl.where(usable, tl.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0)
-
-
-@triton.jit
-def _rounded(x, inverse, LIMITED: tl.constexpr):
-    """(x in steps, the same beside ``ROUNDER``: that rounded); ``LIMITED``: may be beyond 127."""
-    steps = x * inverse
-    if LIMITED:
-        return steps, tl.minimum(tl.maximum(steps, -127.0), 127.0) + ROUNDER
-    return steps, steps + ROUNDER
-
-
-@triton.jit
-def _larger(a, b):
-    """The larger one; NaN where one is."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _larger_size(a, b):
-    return _larger(tl.abs(a), tl.abs(b))
-
-
-@triton.jit
-def _fp32(x):
-    """x as fp32; of bf16 by its bits, one instruction a number where a conversion takes two."""
-    if x.dtype == tl.bfloat16:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _place(position, head, N_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where a position >= 0 and head are in [num_blocks, num_kv_heads, block_size]."""
-    if BLOCK_SIZE & (BLOCK_SIZE - 1) == 0:
-        inside = position & (BLOCK_SIZE - 1)
-    else:
-        inside = position % BLOCK_SIZE
-    return (position - inside) * N_HEADS + inside + head * BLOCK_SIZE
-
-
-@triton.jit
-def _low_byte(x):
-    return x.to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
@@ -634,11 +651,12 @@ def _plan(*given: Any, config: Config | None) -> Any:
         return None
     values = (n_tokens, n_heads, head_dim, block_size, k.dtype, static, residual_block)
     cfg, max_programs = resolve(SPEC, values, config)
-    cfg = {"PDL": False, "STAGES": 1, "BY_TOKEN": False, **cfg}
+    cfg = {"PDL": False, "STAGES": 1, "BY_TOKEN": False, "BLOCK_HEADS": 1, **cfg}
     n_tiles = cdiv(n_tokens, cfg["BLOCK_T"])
+    groups = 2 * n_heads // cfg["BLOCK_HEADS"]  # of heads of K and of V
     # Ascend cannot address by what an atomic operation returns.
     ordered = residual_block > 0 and not current().registers
-    of_a_head = 1 if ordered else min(n_tiles, max(1, max_programs // (2 * n_heads)))
+    of_a_group = 1 if ordered else min(n_tiles, max(1, max_programs // groups))
     constants = {
         "BLOCK_SIZE": block_size,
         "N_HEADS": n_heads,
@@ -649,15 +667,16 @@ def _plan(*given: Any, config: Config | None) -> Any:
         "LARGEST_CODE": LARGEST[FORMATS[mantissa_bits]],
         "ORDERED": ordered,
         "CLAMPED": not current().registers,
-        "ONE_TILE": of_a_head == n_tiles,
-        "BLOCK_H": _block_h(head_dim, residual_block),
+        "ONE_CODE": current().registers,  # Ascend takes no pointer that was chosen
+        "ONE_TILE": of_a_group == n_tiles,
+        "WIDTH": _width(head_dim, residual_block),
     }
-    if of_a_head == n_tiles:  # nothing to copy ahead
+    if of_a_group == n_tiles:  # nothing to copy ahead
         cfg["STAGES"] = 1
     # Each step as the reference rounds it: a rest that is not exact has other 4-bit codes.
     launch = bind(
         _append_quantized_kv_kernel,
-        (2 * n_heads * of_a_head,),
+        (groups * of_a_group,),
         **constants,
         **cfg,
         **rounding_each_step(),
@@ -667,8 +686,17 @@ def _plan(*given: Any, config: Config | None) -> Any:
     return launch, (*k.stride()[:2], *v.stride()[:2], n_tokens, n_positions, n_slots, n_tiles)
 
 
-def _block_h(head_dim: int, residual_block: int) -> int:
-    return max(next_power_of_2(cdiv(head_dim, 2)), residual_block)
+def _width(head_dim: int, residual_block: int) -> int:
+    """Channels that are taken at once: a head's, and half of them where residuals pair halves."""
+    if not residual_block:
+        return next_power_of_2(head_dim)
+    return max(next_power_of_2(head_dim // 2), residual_block)
+
+
+def _row(problem: Problem) -> int:
+    """Channels that a token's head takes of a tile."""
+    width = _width(problem["head_dim"], problem["residual_block"])
+    return 2 * width if problem["residual_block"] else width
 
 
 # ---- facts for tests, bench and tuner --------------------------------------------------------
@@ -694,32 +722,44 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         return {**space, "programs_per_core": [1]}
     return {
         **space,
+        "BLOCK_HEADS": [1, 2, 4, 8],
         "programs_per_core": [0, 4, 6, 8, 12, 16, 24, 32],
         "STAGES": [1, 2, 3],
         "BY_TOKEN": [False, True],
         "PDL": [False, True] if _has_pdl(dev) else [False],
-        "num_warps": [1, 2, 4, 8],
+        "num_warps": [1, 2, 4, 8, 16],
     }
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
-    elements = 2 * _block_h(problem["head_dim"], problem["residual_block"])
+    row = _row(problem)
     if not dev.registers:  # a vector unit: no threads
-        return {"BLOCK_T": max(1, min(8, 2048 // elements)), "programs_per_core": 1}
-    more = {"STAGES": 1, "BY_TOKEN": False, "PDL": _has_pdl(dev)}
-    # A token of 128 channels a warp while that does not fill the chip. Then as an H100 liked them:
-    # (channels a tile, warps, programs a core).
-    if 2 * problem["n_tokens"] * problem["num_kv_heads"] < 64 * dev.num_cores:
-        warps = max(1, min(8, elements // 512))
-        return {"BLOCK_T": 1, "num_warps": warps, "programs_per_core": 0, **more}
-    tile, warps, per_core = 2048, 2, 0
-    if problem["static"]:  # several tiles a program, which divides by a channel's scale once
-        tile, warps, per_core = 1024, 2, 16
-    elif problem["residual_block"]:
-        tile, warps, per_core = 1024, 1, 0
-    block_t = max(1, min(64, tile // elements))
-    warps = max(warps, min(8, block_t * elements // 1024))
-    return {"BLOCK_T": block_t, "num_warps": warps, "programs_per_core": per_core, **more}
+        return {"BLOCK_T": max(1, min(8, 2048 // row)), "programs_per_core": 1}
+    static, residuals = problem["static"], problem["residual_block"] > 0
+    # As an H200 liked it: (programs a core while tiles grow, channels of a tile at least and at
+    # most, warps at most, programs a core at most).
+    programs, least, most, most_warps, per_core = 4, 512, 4096, 8, 0
+    if static:  # a channel's scale is divided by once
+        most, most_warps = 2048, 4
+    if residuals:
+        programs, least, most_warps = 8, 128, 2
+        most, per_core = (2048, 0) if static else (1024, 16)
+    rows = 2 * problem["n_tokens"] * problem["num_kv_heads"]
+    channels = next_power_of_2(max(1, rows * row // (programs * dev.num_cores)))
+    rows = max(1, min(most, max(least, channels)) // row)
+    heads = 1
+    if not static and not residuals:
+        while heads < min(8, rows) and problem["num_kv_heads"] % (2 * heads) == 0:
+            heads *= 2
+    return {
+        "BLOCK_T": rows // heads,
+        "BLOCK_HEADS": heads,
+        "num_warps": max(1, min(most_warps, rows * row // 512)),
+        "programs_per_core": per_core,
+        "STAGES": 1,
+        "BY_TOKEN": False,
+        "PDL": _has_pdl(dev),
+    }
 
 
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
@@ -727,7 +767,14 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return why
     if config.get("PDL") and not _has_pdl(dev):
         return f"PDL needs sm90 or later, got {dev.arch}"
-    elements = config["BLOCK_T"] * 2 * _block_h(problem["head_dim"], problem["residual_block"])
+    heads = config.get("BLOCK_HEADS", 1)
+    if heads < 1 or heads & (heads - 1) or problem["num_kv_heads"] % heads:
+        return (
+            f"BLOCK_HEADS={heads} is no power of two that divides {problem['num_kv_heads']} heads"
+        )
+    if heads > 1 and (problem["static"] or problem["residual_block"]):
+        return f"BLOCK_HEADS={heads} must be 1 where scales of channels or residuals are one head's"
+    elements = config["BLOCK_T"] * heads * _row(problem)
     if not dev.registers:  # a vector unit: no threads
         if elements * 40 > dev.local_mem_bytes:  # ten arrays of fp32
             return f"{elements * 40} bytes are in use at once, UB has {dev.local_mem_bytes}"
