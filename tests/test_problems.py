@@ -106,6 +106,7 @@ SHAPES = {  # of each bench case; of all its kernels where several have one of t
     "qwen3-8b-t8192": "tokens=8192",
     "64x8x128-bf16": "tokens=64",
     "4096x8x128-bf16": "tokens=4096",
+    "64x8x128-int8-bf16": "tokens=64,residuals=false,scattered=true",
     "64x8x128-fp4-bf16": "tokens=64,scattered=true",
     "512x8x128-int8-blocks-bf16": "tokens=512,residuals=false",
     "512x8x128-fp4-blocks-bf16": "tokens=512",

@@ -779,6 +779,10 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         if elements * 40 > dev.local_mem_bytes:  # ten arrays of fp32
             return f"{elements * 40} bytes are in use at once, UB has {dev.local_mem_bytes}"
         return None
+    if config.get("BY_TOKEN") and not problem["residual_block"]:
+        return "BY_TOKEN is for residuals"
+    if config.get("STAGES", 1) > 1 and not config["programs_per_core"]:
+        return "STAGES > 1 needs programs of several tiles, that is programs_per_core > 0"
     if config.get("BY_TOKEN") and config["BLOCK_T"] > 32:
         return f"BLOCK_T={config['BLOCK_T']} tokens have no bits in 32"
     staged = elements * problem["dtype"].itemsize * config.get("STAGES", 1)
