@@ -752,7 +752,7 @@ def _default_config(problem: Problem, dev: Device) -> Config:
         while heads < min(8, rows) and problem["num_kv_heads"] % (2 * heads) == 0:
             heads *= 2
     return {
-        "BLOCK_T": rows // heads,
+        "BLOCK_T": min(64, rows // heads),
         "BLOCK_HEADS": heads,
         "num_warps": max(1, min(most_warps, rows * row // 512)),
         "programs_per_core": per_core,
