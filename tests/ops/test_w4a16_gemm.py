@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tkernels
-from tkernels import device
+from tkernels import device, w4a16_gemm_unpacked
 from tkernels.ops.w4a16_gemm import SPEC, _decoding, _why_no_slices
 from tkernels.registry import Config, Problem
 from tkernels.testing import assert_close
@@ -52,6 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "slices": {**SMALL, "variant": "direct", "BLOCK_M": 8, "BLOCK_K": 256, "SLICES": 2},
     "sliced": {**SMALL, "variant": "direct", "BLOCK_M": 16, "BLOCK_K": 512, "SLICES": 4,
                "SPLIT_K": 2},
+    "unpacked": {**w4a16_gemm_unpacked.FIXED, "BLOCK_N": 16, "BLOCK_K": 128, "num_warps": 1},
     "persistent": {**SMALL, "variant": "turned", "BLOCK_M": 8, "BLOCK_K": 128,
                    "programs_per_core": 1},
 }  # fmt: skip

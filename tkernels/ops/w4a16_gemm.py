@@ -13,7 +13,8 @@ place. q - 8 (q - zero) is exact in 16 bits, sums are fp32, and a group's sum is
 what is rounded is what a product of x with exact weights would round. ``variant`` "direct", for few
 rows, reads x as it lies and takes every eighth column in registers; "turned" has it laid out as
 [8, M, K/8] beforehand. ``SLICES`` parts of a step are added by warps of their own. ``variant``
-"core", for few rows on Hopper, is ``w4a16_gemm_core``.
+"core", for few rows on Hopper, is ``w4a16_gemm_core``; "unpacked", for many on any GPU,
+``w4a16_gemm_unpacked``.
 
 Where few rows are, weights are what is read, once: in flight are stages x BLOCK_N x BLOCK_K / 2
 bytes a program. Few tiles do not fill a chip: then SPLIT_K programs share the K of a tile, each
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 
-from tkernels import device, w4a16_gemm_core
+from tkernels import device, w4a16_gemm_core, w4a16_gemm_unpacked
 from tkernels.check import (
     check_dtype,
     check_last_contiguous,
@@ -518,6 +519,8 @@ def w4a16_gemm(
 
     Returns:
         [M, N] of x's dtype. Activations that are NaN or infinite spoil their own rows alone.
+        Products are of exact weights, sums fp32; of many rows (from 65 to 192 on, by the size of
+        W) weights are rounded to x's dtype first, into a workspace of at most 128 MiB.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
@@ -567,6 +570,8 @@ def _plan(
     element = weight_scale.element_size()
     if cfg["variant"] in ("direct", "turned"):
         return _bind_portable((m, n, k), facts, strides, element, cfg, max_programs)
+    if cfg["variant"] == "unpacked":
+        return w4a16_gemm_unpacked.bound((m, n, k), facts, strides, cfg)
     problem = dict(zip(SPEC.problem_fields, values, strict=True))
     other = _portable_config(problem, device.current())
     del other["programs_per_core"]
@@ -791,7 +796,8 @@ def _tuning_key(problem: Problem) -> dict[str, Any]:
     p = problem
     bucket = 8
     while bucket < min(p["m"], 16384):
-        bucket *= 2 if bucket < 64 else 4  # tiles of 32 rows once, or twice: apart
+        # Apart: tiles of 32 rows once, or twice; and where weights are unpacked, or not yet.
+        bucket *= 2 if bucket < 256 else 4
     group = p["group"]
     return {
         "group": "row" if group == p["k"] else group,
@@ -821,7 +827,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         }
     return {
         **space,
-        "variant": ["direct", "turned", *(["core"] if dev.arch == "sm90" else [])],
+        "variant": ["direct", "turned", "unpacked", *(["core"] if dev.arch == "sm90" else [])],
         "SLICES": [1, 2, 4, 8],
         "PDL": [False, True] if _has_pdl(dev) else [False],
         "num_warps": [1, 2, 4, 8],
@@ -830,8 +836,10 @@ def _space(dev: Device) -> dict[str, list[Any]]:
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
-    """That of the Hopper body for few rows, where it can."""
-    core = w4a16_gemm_core
+    """That of the Hopper body for few rows, where it can; of many rows weights are unpacked."""
+    core, unpacked = w4a16_gemm_core, w4a16_gemm_unpacked
+    if dev.registers and problem["m"] >= unpacked.least_rows(problem["n"], problem["k"]):
+        return unpacked.default_config(problem)
     if problem["m"] <= core.MOST_ROWS and core.why_unfit(problem, dev) is None:
         config = core.default_config(problem, dev)
         if core.why_illegal(config, problem, dev) is None:
@@ -917,8 +925,10 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if variant == "core":
         unfit = w4a16_gemm_core.why_unfit(problem, dev)
         return unfit or w4a16_gemm_core.why_illegal(config, problem, dev)
+    if variant == "unpacked":
+        return w4a16_gemm_unpacked.why_illegal(config, dev)
     if variant not in ("direct", "turned"):
-        return f"variant must be direct, turned or core, got {variant!r}"
+        return f"variant must be direct, turned, unpacked or core, got {variant!r}"
     if k < 128:
         return f"BLOCK_K must be a power of two from 128 on, got {k}"
     if config["SLICES"] not in (1, 2, 4, 8):
