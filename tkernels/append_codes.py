@@ -42,14 +42,15 @@ def append_codes(
     row = tl.arange(0, BLOCK_T * BLOCK_HEADS)
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = column < HEAD_DIM
+    read_column = column
     if CLAMPED:  # Ascend reads for masked lanes, too
-        column = tl.minimum(column, HEAD_DIM - 1)
+        read_column = tl.minimum(column, HEAD_DIM - 1)
     head = tl.cast(head, tl.int64)
     x_ptr += head * stride_xh
     if BLOCK_HEADS > 1:
         head += row % BLOCK_HEADS
     if STATIC:
-        scale = tl.load(scale_ptr + head * HEAD_DIM + column, mask=inside, other=0.0)
+        scale = tl.load(scale_ptr + head * HEAD_DIM + read_column, mask=inside, other=0.0)
         inverse = inverse_of(scale)
     for tile in tl.range(first, n_tiles, step, num_stages=STAGES):
         tokens = tile * BLOCK_T + row // BLOCK_HEADS
@@ -58,7 +59,7 @@ def append_codes(
         position = tl.load(slot_mapping_ptr + tokens, mask=there, other=-1).to(tl.int64)
         if CLAMPED:
             tokens = tl.minimum(tokens, n_tokens - 1)
-        cells = x_ptr + tokens.to(tl.int64)[:, None] * stride_xt + column
+        cells = x_ptr + tokens.to(tl.int64)[:, None] * stride_xt + read_column
         if BLOCK_HEADS > 1:
             cells += (row % BLOCK_HEADS).to(tl.int64)[:, None] * stride_xh
         x = as_fp32(tl.load(cells, mask=there[:, None] & inside, other=0.0))

@@ -183,7 +183,7 @@ CASES = (
         _EDGE,
     ),
     # A decode step's tokens lie apart, those of prompts fill blocks; scattered, a token's scale of
-    # 4 bytes takes 32 of memory.
+    # 4 bytes takes 32 of memory. The tuner takes the first of two with one key.
     Case("64x8x128-int8-bf16", _P(64, 8, 128, _BF16, "int8"), _BENCH),
     Case("64x8x128-fp4-bf16", _P(64, 8, 128, _BF16, "int8_fp4"), _BENCH),
     *(

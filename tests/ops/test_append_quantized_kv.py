@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tkernels
+from tests.compiled_for import lines_of
 from tkernels.device import sm_facts
 from tkernels.kv_format import (
     MODES,
@@ -373,8 +374,8 @@ def test_heads_of_a_program(heads: int, tokens: int, dev: torch.device) -> None:
     [
         ("int8", 3, "BLOCK_HEADS=3 is no power of two that divides 8 heads"),
         ("int8", 16, "BLOCK_HEADS=16 is no power of two that divides 8 heads"),
-        ("int8_static", 2, "BLOCK_HEADS=2 must be 1 where scales of channels or residuals are"),
-        ("int8_fp4", 2, "BLOCK_HEADS=2 must be 1 where scales of channels or residuals are"),
+        ("int8_static", 2, "BLOCK_HEADS=2 must be 1 with static scales or residuals"),
+        ("int8_fp4", 2, "BLOCK_HEADS=2 must be 1 with static scales or residuals"),
     ],
 )
 def test_heads_that_a_program_cannot_take(mode: str, heads: int, words: str) -> None:
@@ -384,6 +385,56 @@ def test_heads_that_a_program_cannot_take(mode: str, heads: int, words: str) -> 
     why = spec.why_illegal(config, problem, sm_facts(90))
     assert why is not None
     assert words in why
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes", "words"),
+    [
+        ("int8", {"BY_TOKEN": True}, "BY_TOKEN is for residuals"),
+        ("int8_fp4", {"STAGES": 2, "programs_per_core": 0}, "STAGES > 1 needs programs of several"),
+    ],
+)
+def test_configs_that_would_say_nothing(mode: str, changes: dict[str, Any], words: str) -> None:
+    spec = get("append_quantized_kv")
+    problem = quantized_problem(64, 8, 128, torch.bfloat16, mode)
+    config = spec.default_config(problem, sm_facts(90)) | changes
+    why = spec.why_illegal(config, problem, sm_facts(90))
+    assert why is not None
+    assert words in why
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_the_default_is_legal_for_wide_heads(mode: str) -> None:
+    spec, chip = get("append_quantized_kv"), sm_facts(90)
+    for dim in (1, 33, 128, 256, 1024, 4096, 8192, 16384):
+        if "fp4" in mode and dim % 32:
+            continue
+        for tokens in (1, 64, 4096):
+            problem = quantized_problem(tokens, 8, dim, torch.bfloat16, mode)
+            config = spec.default_config(problem, chip)
+            assert spec.why_illegal(config, problem, chip) is None, (dim, tokens, config)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int8_static", "int8_fp4"])
+def test_strides_of_32_and_of_64_bits_compile(mode: str) -> None:
+    """One code runs for K and V, whose strides may be of two types."""
+    program = f"""
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tkernels import offline, registry
+from tkernels.quantized_cases import quantized_problem
+spec = registry.get("append_quantized_kv")
+with FakeTensorMode(), offline.record_launches() as launches:
+    given = spec.make_inputs(
+        quantized_problem(1, 8, 128, torch.bfloat16, "{mode}"), torch.device("cpu"))
+    for name, strides in (("k", (2**31, 128, 1)), ("v", (2**31, 2**31, 1))):
+        wide = torch.as_strided(given[name].clone(), (1, 8, 128), strides)
+        spec.launch(**given | {{name: wide}})
+for launch in launches:
+    offline.compiled_cuda(launch, 90)
+print(len(launches))
+"""
+    assert lines_of(program)[-1:] == ["2"]
 
 
 @pytest.mark.parametrize("mode", MODES[1:])

@@ -9,11 +9,12 @@ k, v: [n_tokens, num_kv_heads, head_dim]; codes: [num_blocks, block_size, num_kv
 ``slot_mapping`` is that of ``append_paged_kv``. The launch in this file takes the tensors of both
 caches one by one; ``tkernels.append_quantized_kv``, in tkernels/quantized.py, takes the caches.
 
-One program stays with one head of K or of V, takes some tokens at a time, reads each number once
-and writes its code; the rest is packed from registers, and only where a token of the tile is an
-outlier. Pool slots come from the head's stack by one atomic subtraction a tile: which slot a token
-gets depends on which program is first, and so does which token goes without where the stack runs
-empty. What is read back does not, as long as it does not run empty.
+A program stays with K or with V. Without residuals it takes the same tokens of several heads
+(``tkernels/append_codes.py``). With them it has one head, takes some tokens at a time and writes
+their codes; rests are packed from registers (or, ``BY_TOKEN``, read again), and only where a token
+of the tile is an outlier. Pool slots come from the head's stack by one atomic subtraction a tile:
+which slot a token gets depends on which program is first, and so does which token goes without
+where the stack runs empty. What is read back does not, as long as it does not run empty.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def _append_quantized_kv_kernel(
     ORDERED: tl.constexpr,  # a program has all tokens of a head, in order
     CLAMPED: tl.constexpr,  # addresses of masked lanes lie inside, too
     ONE_TILE: tl.constexpr,  # a program has one tile, so it need not loop
-    WIDTH: tl.constexpr,  # channels of a row, as a power of two; with residuals of half a row
+    BLOCK_D: tl.constexpr,  # channels of a row, as a power of two; with residuals of half a row
     BLOCK_T: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,  # of a program, which lie side by side; 1 with residuals or STATIC
     STAGES: tl.constexpr,  # tiles that are on their way to a program, by copies ahead; 1: no copies
@@ -170,14 +171,15 @@ def _append_quantized_kv_kernel(
         free_count_ptr = k_free_count_ptr if of_k else v_free_count_ptr
         dropped_ptr = k_dropped_ptr if of_k else v_dropped_ptr
         tau_ptr = k_tau_ptr if of_k else v_tau_ptr
-        stride_xt = stride_kt if of_k else stride_vt
-        stride_xh = stride_kh if of_k else stride_vh
+        # One may be of 32 bits and the other of 64, which a choice cannot be among.
+        stride_xt = tl.cast(stride_kt, tl.int64) if of_k else tl.cast(stride_vt, tl.int64)
+        stride_xh = tl.cast(stride_kh, tl.int64) if of_k else tl.cast(stride_vh, tl.int64)
         _append_side(
             head, first, n_tiles, step, x_ptr, codes_ptr, scale_ptr, slots_ptr,
             residual_ptr, residual_scale_ptr, free_slots_ptr,
             free_count_ptr, dropped_ptr, tau_ptr, slot_mapping_ptr, stride_xt,
             stride_xh, n_tokens, n_positions, n_slots, BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC,
-            RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE, ORDERED, CLAMPED, ONE_TILE, WIDTH, BLOCK_T,
+            RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE, ORDERED, CLAMPED, ONE_TILE, BLOCK_D, BLOCK_T,
             BLOCK_HEADS, STAGES, BY_TOKEN)
     elif of_k:
         _append_side(
@@ -185,7 +187,7 @@ def _append_quantized_kv_kernel(
             k_residual_ptr, k_residual_scale_ptr, k_free_slots_ptr,
             k_free_count_ptr, k_dropped_ptr, k_tau_ptr, slot_mapping_ptr, stride_kt,
             stride_kh, n_tokens, n_positions, n_slots, BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC,
-            RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE, ORDERED, CLAMPED, ONE_TILE, WIDTH, BLOCK_T,
+            RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE, ORDERED, CLAMPED, ONE_TILE, BLOCK_D, BLOCK_T,
             BLOCK_HEADS, STAGES, BY_TOKEN)
     else:
         _append_side(
@@ -193,7 +195,7 @@ def _append_quantized_kv_kernel(
             v_residual_ptr, v_residual_scale_ptr, v_free_slots_ptr,
             v_free_count_ptr, v_dropped_ptr, v_tau_ptr, slot_mapping_ptr, stride_vt,
             stride_vh, n_tokens, n_positions, n_slots, BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC,
-            RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE, ORDERED, CLAMPED, ONE_TILE, WIDTH, BLOCK_T,
+            RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE, ORDERED, CLAMPED, ONE_TILE, BLOCK_D, BLOCK_T,
             BLOCK_HEADS, STAGES, BY_TOKEN)
     # fmt: on
 
@@ -230,7 +232,7 @@ def _append_side(
     ORDERED: tl.constexpr,
     CLAMPED: tl.constexpr,
     ONE_TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -244,14 +246,14 @@ def _append_side(
         append_codes(
             head, first, n_tiles, step, x_ptr, codes_ptr, scale_ptr, slot_mapping_ptr, stride_xt,
             stride_xh, n_tokens, n_positions, BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC, CLAMPED,
-            WIDTH, BLOCK_T, BLOCK_HEADS, STAGES)
+            BLOCK_D, BLOCK_T, BLOCK_HEADS, STAGES)
     else:
         _append_with_rests(
             head, first, n_tiles, step, x_ptr, codes_ptr, scale_ptr, slots_ptr, residual_ptr,
             residual_scale_ptr, free_slots_ptr, free_count_ptr, dropped_ptr, tau_ptr,
             slot_mapping_ptr, stride_xt, stride_xh, n_tokens, n_positions, n_slots, BLOCK_SIZE,
             N_HEADS, HEAD_DIM, STATIC, RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE, ORDERED, CLAMPED,
-            WIDTH, BLOCK_T, STAGES, BY_TOKEN)
+            BLOCK_D, BLOCK_T, STAGES, BY_TOKEN)
     # fmt: on
 
 
@@ -667,9 +669,9 @@ def _plan(*given: Any, config: Config | None) -> Any:
         "LARGEST_CODE": LARGEST[FORMATS[mantissa_bits]],
         "ORDERED": ordered,
         "CLAMPED": not current().registers,
-        "ONE_CODE": current().registers,  # Ascend takes no pointer that was chosen
+        "ONE_CODE": bool(current().registers),  # Ascend takes no pointer that was chosen
         "ONE_TILE": of_a_group == n_tiles,
-        "WIDTH": _width(head_dim, residual_block),
+        "BLOCK_D": _width(head_dim, residual_block),
     }
     if of_a_group == n_tiles:  # nothing to copy ahead
         cfg["STAGES"] = 1
@@ -690,7 +692,7 @@ def _width(head_dim: int, residual_block: int) -> int:
     """Channels that are taken at once: a head's, and half of them where residuals pair halves."""
     if not residual_block:
         return next_power_of_2(head_dim)
-    return max(next_power_of_2(head_dim // 2), residual_block)
+    return next_power_of_2(head_dim // 2)
 
 
 def _row(problem: Problem) -> int:
@@ -736,25 +738,29 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     if not dev.registers:  # a vector unit: no threads
         return {"BLOCK_T": max(1, min(8, 2048 // row)), "programs_per_core": 1}
     static, residuals = problem["static"], problem["residual_block"] > 0
-    # As an H200 liked it: (programs a core while tiles grow, channels of a tile at least and at
-    # most, warps at most, programs a core at most).
-    programs, least, most, most_warps, per_core = 4, 512, 4096, 8, 0
+    # As an H200 liked it. Tiles grow until a core has `programs` of them, in these bounds.
+    programs, smallest, largest = 4, 512, 4096  # channels
+    most_warps, per_core = 8, 0
     if static:  # a channel's scale is divided by once
-        most, most_warps = 2048, 4
+        largest, most_warps = 2048, 4
     if residuals:
-        programs, least, most_warps = 8, 128, 2
-        most, per_core = (2048, 0) if static else (1024, 16)
-    rows = 2 * problem["n_tokens"] * problem["num_kv_heads"]
-    channels = next_power_of_2(max(1, rows * row // (programs * dev.num_cores)))
-    rows = max(1, min(most, max(least, channels)) // row)
+        programs, smallest, most_warps = 8, 128, 2
+        largest, per_core = (2048, 0) if static else (1024, 16)
+    channels = 2 * problem["n_tokens"] * problem["num_kv_heads"] * row
+    tile = next_power_of_2(max(1, channels // (programs * dev.num_cores)))
+    rows = max(1, min(largest, max(smallest, tile)) // row)
     heads = 1
     if not static and not residuals:
         while heads < min(8, rows) and problem["num_kv_heads"] % (2 * heads) == 0:
             heads *= 2
+    tokens = min(64, rows // heads)
+    tile = tokens * heads * row
+    # More warps than that only where a single row would not fit their registers.
+    warps = max(min(most_warps, tile // 512), min(16, tile // 1024), 1)
     return {
-        "BLOCK_T": min(64, rows // heads),
+        "BLOCK_T": tokens,
         "BLOCK_HEADS": heads,
-        "num_warps": max(1, min(most_warps, rows * row // 512)),
+        "num_warps": warps,
         "programs_per_core": per_core,
         "STAGES": 1,
         "BY_TOKEN": False,
@@ -773,7 +779,7 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
             f"BLOCK_HEADS={heads} is no power of two that divides {problem['num_kv_heads']} heads"
         )
     if heads > 1 and (problem["static"] or problem["residual_block"]):
-        return f"BLOCK_HEADS={heads} must be 1 where scales of channels or residuals are one head's"
+        return f"BLOCK_HEADS={heads} must be 1 with static scales or residuals"
     elements = config["BLOCK_T"] * heads * _row(problem)
     if not dev.registers:  # a vector unit: no threads
         if elements * 40 > dev.local_mem_bytes:  # ten arrays of fp32
