@@ -211,6 +211,8 @@ CASES = (
     _decode(256, 1024), _decode(256, 1024, "int8_fp4"),
     _decode(1, 32768), _decode(1, 32768, "int8_fp4"),
     _decode(16, 4096), _decode(16, 4096, "int8_fp4"),
+    Case("chunk-2048-ctx8192-32/8x128-int8-bf16", shape_of(
+        batch=1, context=8192, query=2048), _BENCH),
     Case("chunk-2048-ctx8192-32/8x128-int8_fp4-bf16", shape_of(
         batch=1, context=8192, query=2048, residuals=True), _BENCH),
 )

@@ -856,9 +856,11 @@ def bind_combine(
     few = n_results * block_d // piece <= 2 * dev.num_cores
     pieces = 1 if few else block_d // piece
     n_merges = n_results * block_d // (piece * pieces)
+    # As many as a chip holds at once: to start one takes longer than to merge a few parts.
+    at_once = 32 * dev.num_cores if dev.registers else n_merges
     combine = bind(
         _combine_kernel,
-        (min(n_merges, max_programs),),
+        (min(n_merges, max_programs, at_once),),
         **shared,
         PIECE=piece,
         PIECES=pieces,

@@ -1138,14 +1138,17 @@ def _portable_config(problem: Problem, dev: Device) -> Config:
     tiles = p["batch"] * p["num_kv_heads"] * cdiv(rows, block_m) * (1 if pack else group)
     keys = _most_keys(p)
     splits, share = _default_splits(tiles, keys, dev.num_dot_cores, compute_bound=block_m >= 64)
-    # Outliers' programs wait more than they read, so there are several a core.
-    outlier_splits = 1 << (min(8, max(2, 8 * dev.num_dot_cores // tiles)).bit_length() - 1)
+    # Outliers' programs wait more than they read, so there are several a core; those of many rows
+    # multiply, so that longer lists are better.
+    many = bool(dev.registers) and block_m >= 64
+    programs = (2 if many else 8) * dev.num_dot_cores
+    outlier_splits = 1 << (min(8, max(1 if many else 2, programs // tiles)).bit_length() - 1)
     config: Config = {
         "BLOCK_M": block_m,
         "BLOCK_N": p["block_size"],
         "OUTLIER_SPLITS": outlier_splits if p["residual_block"] else 0,
-        "CHUNK": 256 if dev.registers else 32,
-        "LIST": 32 if dev.registers else 16,
+        "CHUNK": (512 if many else 256) if dev.registers else 32,
+        "LIST": (64 if many else 32) if dev.registers else 16,
         "PACK_HEADS": pack,
         "SPLITS": splits,
         "MIN_SHARE": share,
@@ -1158,8 +1161,8 @@ def _portable_config(problem: Problem, dev: Device) -> Config:
     warps, block_n, stages = (2, 64, 5)
     if size == 4:
         block_n, stages = 32, 2
-    elif block_m >= 64:
-        warps, block_n, stages = 4, 64, 2
+    elif many:
+        warps, block_n, stages = 4, 128, 2
     while block_n > 16 and _shared_bytes(block_m, block_n, stages, dim, size) > dev.local_mem_bytes:
         block_n //= 2
     return {
