@@ -39,7 +39,7 @@ def test_weights_are_those_of_the_format(
     n: int, k: int, group: int, zero: bool, dtype: torch.dtype, dev: torch.device
 ) -> None:
     """x is the unit matrix, so that the results are the weights, bit by bit."""
-    scale = dtype if n % 2 else torch.float32
+    scale = torch.float32 if n % 2 == 0 and dtype == torch.bfloat16 else dtype
     inputs = w4_inputs(w4_problem(k, n, k, dtype, group=group, zero=zero, scale=scale), dev)
     inputs["x"] = torch.eye(k, dtype=dtype, device=dev)
     got = tkernels.w4a16_gemm(**inputs, config=config_of())
@@ -81,7 +81,7 @@ def test_a_piece_fits_the_workspace() -> None:
 
 
 def test_which_rows_are_many() -> None:
-    for n, k, least in ((4096, 4096, 65), (12288, 4096, 128), (24576, 4096, 192)):
+    for n, k, least in ((4096, 4096, 65), (12288, 4096, 129), (24576, 4096, 257)):
         assert w4a16_gemm_unpacked.least_rows(n, k) == least
         for m in (1, 64, least - 1, least, 4096):
             problem = w4_problem(m, n, k)
@@ -91,12 +91,42 @@ def test_which_rows_are_many() -> None:
                 assert SPEC.why_illegal(config, problem, sm_facts(arch)) is None
 
 
+def test_fp16_of_fp32_scales_is_left_to_others(dev: torch.device) -> None:
+    """Weights of 70000 and of 3e-9 have no fp16, results of them may."""
+    problem = w4_problem(300, 16, 256, torch.float16, group=256, scale=torch.float32)
+    config = SPEC.default_config(problem, sm_facts(90))
+    assert config["variant"] != "unpacked"
+    why = SPEC.why_illegal(config_of(), problem, sm_facts(90))
+    assert why is not None
+    assert "scales in fp32 may not fit" in why
+    inputs = w4_inputs(w4_problem(70, 16, 256, torch.float16, group=256, scale=torch.float32), dev)
+    for x, scale in ((1e-3, 1e4), (1e4, 3.3e-9)):
+        inputs["x"].fill_(x)
+        inputs["weight_scale"].fill_(scale)
+        got = tkernels.w4a16_gemm(**inputs)
+        assert_close(got, tkernels.reference.w4a16_gemm(**inputs).float(), what=str(scale))
+
+
+@pytest.mark.parametrize("bias", [torch.bfloat16, torch.float32])
+def test_parameters_are_read_without_gradients(bias: torch.dtype, dev: torch.device) -> None:
+    inputs = w4_inputs(w4_problem(9, 40, 128), dev)
+    expected = tkernels.w4a16_gemm(**inputs, bias=torch.ones(40, dtype=bias, device=dev),
+                                   config=config_of())  # fmt: skip
+    inputs["bias"] = torch.nn.Parameter(torch.ones(40, dtype=bias, device=dev))
+    inputs["x"] = torch.nn.Parameter(inputs["x"])
+    got = tkernels.w4a16_gemm(**inputs, config=config_of())
+    assert not got.requires_grad
+    assert torch.equal(got, expected)
+
+
 def test_what_it_has_no_choice_of() -> None:
     problem = w4_problem(512, 4096, 4096)
     config = SPEC.default_config(problem, sm_facts(90))
     for changes, words in (
         ({"SPLIT_K": 2}, "variant unpacked has"),
         ({"PDL": True}, "variant unpacked has"),
+        ({"num_warps": 0}, "num_warps=0 is not of"),
+        ({"num_warps": 3}, "num_warps=3 is not of"),
         ({"BLOCK_N": 256, "BLOCK_K": 1024, "num_warps": 1}, "would not fit its registers"),
     ):
         why = SPEC.why_illegal({**config, **changes}, problem, sm_facts(90))

@@ -8,9 +8,11 @@ those: 615 us, of which 45 are the decoding.
     w = round(float32(q - zero) * scale)        to x's dtype, as dequantised weights would be
     out = x @ w^T + bias
 
-Rounding weights is what this has beyond the other bodies, whose products are of exact weights: half
-a step of bf16 (2^-9) a weight, as of any layer in 16 bits. Outputs are taken in pieces of at most
-WORKSPACE bytes of weights; the workspace is PyTorch's to give and to take back.
+Rounding weights, and a bias in fp32, to x's dtype is what this has beyond the other bodies, whose
+products are of exact weights: half a step of bf16 (2^-9) a weight, as of any layer in 16 bits. In
+fp16 what is beyond its range is lost, so scales in fp32 beside x in fp16 are left to the others.
+Outputs are taken in pieces of at most WORKSPACE bytes of weights, or of _PIECE outputs; the
+workspace is PyTorch's to give and to take back.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 
+from tkernels.config import why_no_launch
 from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
 from tkernels.registry import Config, Problem
 
@@ -38,7 +41,7 @@ FIXED: Config = {
 }
 
 
-@triton.jit(do_not_specialize=["first", "n_rows", "n_words"])
+@triton.jit(do_not_specialize=["first", "n_rows", "n_words", "n_wide"])
 def _unpack_kernel(
     w_ptr,
     s_ptr,
@@ -50,6 +53,7 @@ def _unpack_kernel(
     first,  # row of the weights that is the first of out
     n_rows,
     n_words,
+    n_wide,  # tiles side by side in a row
     GROUP: tl.constexpr,  # words with one scale; 0: a row has one
     HAS_ZERO: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -57,8 +61,8 @@ def _unpack_kernel(
 ):
     """out [n_rows, 8 * n_words] = (q - zero) * scale of rows ``first`` on; a program a tile."""
     WORDS: tl.constexpr = BLOCK_K // 8
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    row = tl.program_id(0) // n_wide * BLOCK_N + tl.arange(0, BLOCK_N)
+    word = tl.program_id(0) % n_wide * WORDS + tl.arange(0, WORDS)
     ok = (row < n_rows)[:, None] & (word < n_words)[None, :]
     row64 = row.to(tl.int64)
     given = row64 + first
@@ -88,10 +92,20 @@ def least_rows(n: int, k: int) -> int:
     """From how many rows on this is the default: the more weights, the later (as an H200 had it).
 
     us, this and the portable body: 96 rows of 4096 x 4096 30 and 40, of 12288 x 4096 76 and 73;
-    128 of it 75 and 80, of 24576 x 4096 144 and 116; 192 of that 150 and 161.
+    128 of it 75 and 80, of 24576 x 4096 144 and 116; 256 of that 160 and 168. Keys of configs end
+    at these rows, too.
     """
     size = 2 * n * k
-    return 65 if size <= 32 * 2**20 else 128 if size <= WORKSPACE else 192
+    return 65 if size <= 32 * 2**20 else 129 if size <= WORKSPACE else 257
+
+
+def why_unfit(problem: Problem, dev: Device) -> str | None:
+    """Reason why this body cannot serve such a problem, whatever the config; None: it can."""
+    if not dev.registers:
+        return f"variant unpacked needs an NVIDIA device, got {dev.arch}"
+    if problem["dtype"] == torch.float16 and problem["scale"] == torch.float32:
+        return "variant unpacked has weights in fp16, which scales in fp32 may not fit"
+    return None
 
 
 def default_config(problem: Problem) -> Config:
@@ -102,8 +116,8 @@ def default_config(problem: Problem) -> Config:
 
 def why_illegal(config: Config, dev: Device) -> str | None:
     """Reason why a config of this body cannot be launched; None: it can."""
-    if not dev.registers:
-        return f"variant unpacked needs an NVIDIA device, got {dev.arch}"
+    if why := why_no_launch(config, dev, "BLOCK_N", "BLOCK_K"):
+        return why
     if wrong := [f"{n} {v}" for n, v in FIXED.items() if config[n] != v]:
         return f"variant unpacked has {', '.join(wrong)}"
     a_thread = config["BLOCK_N"] * config["BLOCK_K"] // (32 * config["num_warps"])
@@ -124,11 +138,12 @@ def bound(
     _, n, k = sizes
     piece = outputs_at_once(n, k)
     block_n, block_k = config["BLOCK_N"], config["BLOCK_K"]
+    n_wide = cdiv(k, block_k)
 
     def unpacking(rows: int) -> Callable[..., None]:
         return bind(
             _unpack_kernel,
-            (cdiv(k, block_k), cdiv(rows, block_n)),
+            (n_wide * cdiv(rows, block_n),),
             GROUP=facts["GROUP"] // 8,
             HAS_ZERO=facts["HAS_ZERO"],
             BLOCK_N=block_n,
@@ -139,20 +154,20 @@ def bound(
     pieces = [(first, min(piece, n - first)) for first in range(0, n, piece)]
     launches = [(first, rows, unpacking(rows)) for first, rows in pieces]
 
+    @torch.no_grad()  # as no kernel of this library has gradients
     def run(
         x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, zero: Any,
         bias: Any,
     ) -> None:  # fmt: skip
         dense = torch.empty((piece, k), dtype=x.dtype, device=x.device)
         zero = scale if zero is None else zero  # not read
+        bias = None if bias is None else bias.to(x.dtype)
         for first, rows, unpack in launches:
-            unpack(weight, scale, zero, dense, *strides[1:4], first, rows, k // 8)
+            unpack(weight, scale, zero, dense, *strides[1:4], first, rows, k // 8, n_wide)
             part, result = dense[:rows].t(), out[:, first : first + rows]
-            if bias is not None and bias.dtype == x.dtype:
-                torch.addmm(bias[first : first + rows], x, part, out=result)
-            else:
+            if bias is None:
                 torch.mm(x, part, out=result)
-        if bias is not None and bias.dtype != x.dtype:
-            out.add_(bias)
+            else:
+                torch.addmm(bias[first : first + rows], x, part, out=result)
 
     return run

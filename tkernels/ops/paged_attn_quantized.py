@@ -1139,8 +1139,8 @@ def _portable_config(problem: Problem, dev: Device) -> Config:
     keys = _most_keys(p)
     splits, share = _default_splits(tiles, keys, dev.num_dot_cores, compute_bound=block_m >= 64)
     # Outliers' programs wait more than they read, so there are several a core; those of many rows
-    # multiply, so that longer lists are better.
-    many = bool(dev.registers) and block_m >= 64
+    # multiply, so that longer lists are better. (Other chips than Hopper's put registers away.)
+    many = dev.arch == "sm90" and block_m >= 64
     programs = (2 if many else 8) * dev.num_dot_cores
     outlier_splits = 1 << (min(8, max(1 if many else 2, programs // tiles)).bit_length() - 1)
     config: Config = {
@@ -1161,8 +1161,8 @@ def _portable_config(problem: Problem, dev: Device) -> Config:
     warps, block_n, stages = (2, 64, 5)
     if size == 4:
         block_n, stages = 32, 2
-    elif many:
-        warps, block_n, stages = 4, 128, 2
+    elif block_m >= 64:
+        warps, block_n, stages = 4, 128 if many else 64, 2
     while block_n > 16 and _shared_bytes(block_m, block_n, stages, dim, size) > dev.local_mem_bytes:
         block_n //= 2
     return {

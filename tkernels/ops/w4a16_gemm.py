@@ -519,8 +519,9 @@ def w4a16_gemm(
 
     Returns:
         [M, N] of x's dtype. Activations that are NaN or infinite spoil their own rows alone.
-        Products are of exact weights, sums fp32; of many rows (from 65 to 192 on, by the size of
-        W) weights are rounded to x's dtype first, into a workspace of at most 128 MiB.
+        Products are of exact weights and sums fp32; but of many rows, by default from 65, 129 or
+        257 on, by the size of W, weights and bias are rounded to x's dtype first, in a workspace
+        of 128 MiB or of 256 outputs, and the product is PyTorch's, whose settings hold for it.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
@@ -838,7 +839,8 @@ def _space(dev: Device) -> dict[str, list[Any]]:
 def _default_config(problem: Problem, dev: Device) -> Config:
     """That of the Hopper body for few rows, where it can; of many rows weights are unpacked."""
     core, unpacked = w4a16_gemm_core, w4a16_gemm_unpacked
-    if dev.registers and problem["m"] >= unpacked.least_rows(problem["n"], problem["k"]):
+    many = problem["m"] >= unpacked.least_rows(problem["n"], problem["k"])
+    if many and unpacked.why_unfit(problem, dev) is None:
         return unpacked.default_config(problem)
     if problem["m"] <= core.MOST_ROWS and core.why_unfit(problem, dev) is None:
         config = core.default_config(problem, dev)
@@ -926,7 +928,8 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         unfit = w4a16_gemm_core.why_unfit(problem, dev)
         return unfit or w4a16_gemm_core.why_illegal(config, problem, dev)
     if variant == "unpacked":
-        return w4a16_gemm_unpacked.why_illegal(config, dev)
+        unfit = w4a16_gemm_unpacked.why_unfit(problem, dev)
+        return unfit or w4a16_gemm_unpacked.why_illegal(config, dev)
     if variant not in ("direct", "turned"):
         return f"variant must be direct, turned, unpacked or core, got {variant!r}"
     if k < 128:
