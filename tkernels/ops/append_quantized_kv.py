@@ -149,7 +149,6 @@ def _append_quantized_kv_kernel(
     STAGES: tl.constexpr,  # tiles that are on their way to a program, by copies ahead; 1: no copies
     BY_TOKEN: tl.constexpr,  # residuals are made of one token at a time, which is read again
     PDL: tl.constexpr,
-    ONE_CODE: tl.constexpr,  # the same code runs for K and V: half as much
 ):
     if PDL:
         _let_next_kernel_start()
@@ -160,7 +159,7 @@ def _append_quantized_kv_kernel(
     of_k = tl.program_id(0) % 2 == 0
     head, first = tl.program_id(0) // 2 % groups * BLOCK_HEADS, tl.program_id(0) // (2 * groups)
     # fmt: off
-    if ONE_CODE:
+    if not CLAMPED:  # one code for K and V, half as much; Ascend takes no pointer that was chosen
         x_ptr = k_ptr if of_k else v_ptr
         codes_ptr = k_codes_ptr if of_k else v_codes_ptr
         scale_ptr = k_scale_ptr if of_k else v_scale_ptr
@@ -669,7 +668,6 @@ def _plan(*given: Any, config: Config | None) -> Any:
         "LARGEST_CODE": LARGEST[FORMATS[mantissa_bits]],
         "ORDERED": ordered,
         "CLAMPED": not current().registers,
-        "ONE_CODE": bool(current().registers),  # Ascend takes no pointer that was chosen
         "ONE_TILE": of_a_group == n_tiles,
         "BLOCK_D": _width(head_dim, residual_block),
     }
