@@ -209,7 +209,7 @@ for heads, warps, n, stages, splits, more in [
     ("16/1x64", 1, 64, 2, 2, {"block_size": 128, "window": 40, "softcap": 2.0, "sinks": True}),
     ("32/8x128", 2, 32, 2, 8, {"order": True, "batch": 256}),
     ("64/8x64", 2, 32, 2, 8, {"order": True, "batch": 256, "window": 9000, "sinks": True}),
-    ("64/4x128", 2, 16, 2, 8, {"order": True, "batch": 256}),
+    ("64/4x128", 2, 16, 2, 16, {"order": True, "batch": 256}),
 ]:
     order, batch = more.pop("order", False), more.pop("batch", 2)
     problem = paged_problem(

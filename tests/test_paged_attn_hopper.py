@@ -306,7 +306,7 @@ def test_what_a_call_launches() -> None:
     chunk, more, whole = json.loads(lines_of(LAUNCHES)[-1])
     assert chunk == [
         [hopper, 128, 2, False, None, True],
-        [merging, 2 * 224 * 16, 2, None, False, True],
+        [merging, 32 * 132, 2, None, False, True],  # of 7168 rows: 32 programs a core
     ]
     assert more == [
         [hopper, 128, 4, False, None, True],
