@@ -1,20 +1,23 @@
-"""Run a Gluon kernel that has tensor maps and barriers as plain Python, a program after the other.
+"""Run a Gluon kernel as plain Python, a program after the other, tensor maps and barriers included.
 
 Layouts mean nothing here, and products are torch's. What is held to are places and orders: a tile
 that TMA brings is poison from the moment at which it is asked for until its barrier has been waited
 for; a barrier wants the bytes that it was told; and what an earlier kernel may write is not read,
-and nothing stored, before the wait for earlier kernels.
+and nothing stored, before the wait for earlier kernels. Nothing is read or stored beyond a tensor,
+and a lane that is masked off has poison, where the kernel does not say what else.
 """
 
 from __future__ import annotations
 
 import inspect
+import random
 import types
 from typing import Any
 
 import pytest
 import torch
 
+from tests import plain_ptx
 from tkernels import device
 
 POISON = 0x5A
@@ -48,9 +51,24 @@ class Block(torch.Tensor):
     def to(self, dtype: Any, bitcast: bool = False) -> Any:  # type: ignore[override]
         return self.view(dtype) if bitcast else super().to(dtype)
 
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # as torch's own, in half the time
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        return block(result) if type(result) is torch.Tensor else result
+
+    def __iadd__(self, other: Any) -> Any:  # makes another block, which may be larger
+        return self + other
+
 
 def block(tensor: torch.Tensor) -> Block:
     return tensor.as_subclass(Block)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(torch.Tensor)
 
 
 class Pointer:
@@ -61,7 +79,30 @@ class Pointer:
         self.dtype = types.SimpleNamespace(element_ty=tensor.dtype)
 
     def __add__(self, other: Any) -> Pointer:
+        other = other.long() if isinstance(other, torch.Tensor) else other
         return Pointer(self.tensor, self.early, self.offset + other)
+
+    def to(self, dtype: torch.dtype, bitcast: bool) -> Pointer:
+        """To the same bytes; ``dtype`` is what ``pointer_type`` made of it."""
+        assert bitcast
+        assert isinstance(self.offset, int)
+        assert self.offset == 0
+        flat = self.tensor.as_strided((self.extent(),), (1,))
+        return Pointer(flat.view(dtype), self.early)
+
+    def extent(self) -> int:
+        """Numbers from the first to the last one that the tensor has."""
+        t = self.tensor
+        steps = ((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+        return 1 + sum(steps) if t.numel() else 0
+
+    def check(self, mask: Any = None) -> None:
+        """No lane that is on is beyond the tensor."""
+        if isinstance(self.offset, int):
+            assert 0 <= self.offset < self.extent(), "beyond the tensor"
+            return
+        outside = (self.offset < 0) | (self.offset >= self.extent())
+        assert not bool((outside if mask is None else outside & mask).any()), "beyond the tensor"
 
     def numbers(self) -> torch.Tensor:
         t = self.tensor
@@ -140,6 +181,9 @@ class Machine:
         """``early``: arguments that may be read ahead of the wait for earlier kernels."""
         self.early, self.program, self.waited = early, 0, False
         self.pdl, self.triggers = False, 0
+        self.programs, self.warps = 0, 0
+        self.order: random.Random | None = None  # of programs, and of lanes of an atomic operation
+        self.ulps: int | None = None  # of the approximate reciprocal; None: drawn lane by lane
         nothing = lambda *args, **kwargs: None  # noqa: E731
         barrier = types.SimpleNamespace(
             MBarrierLayout=nothing, init=lambda bar, count: None,
@@ -152,21 +196,30 @@ class Machine:
         )  # fmt: skip
         self.gl = types.SimpleNamespace(
             int8=torch.int8, int32=torch.int32, int64=torch.int64, float32=torch.float32,
+            uint8=torch.uint8, int16=torch.int16, float16=torch.float16, bfloat16=torch.bfloat16,
+            pointer_type=lambda dtype: dtype, tuple=tuple,
             SliceLayout=nothing, BlockedLayout=nothing, SwizzledSharedLayout=nothing,
             NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, static_range=range,
             arange=lambda first, end, layout: block(torch.arange(first, end, dtype=torch.int32)),
             zeros=lambda shape, dtype, layout: block(torch.zeros(shape, dtype=dtype)),
             full=lambda shape, value, dtype, layout: block(torch.full(shape, value, dtype=dtype)),
+            full_like=lambda t, value: block(torch.full_like(t, value)),
             program_id=lambda axis: Int(self.program),
-            where=_where, minimum=_least, maximum=_most,
-            sum=_sum, reshape=lambda t, shape: t.reshape(shape),
-            convert_layout=lambda t, layout: t,
-            load=self._load, store=self._store, allocate_shared_memory=self._allocate,
+            num_programs=lambda axis: Int(self.programs), num_warps=lambda: self.warps,
+            where=_where, minimum=_least, maximum=_most, abs=torch.abs, fma=_fma,
+            sum=_sum, max=lambda t, axis: _reduce(t, axis, _most), reduce=_reduce,
+            reshape=lambda t, shape: t.reshape(shape), expand_dims=torch.unsqueeze,
+            split=_split, join=lambda a, b: block(torch.stack((a, b), -1)),
+            convert_layout=lambda t, layout, assert_trivial=False: t,
+            load=self._load, store=self._store, atomic_add=self._atomic_add,
+            allocate_shared_memory=self._allocate, inline_asm_elementwise=self._assembly,
         )  # fmt: skip
         for module in modules:
             for name, value in list(vars(module).items()):
                 if hasattr(value, "arg_names") and hasattr(value, "fn"):
                     monkeypatch.setattr(module, name, value.fn)
+                elif type(value).__name__ == "constexpr":
+                    monkeypatch.setattr(module, name, value.value)
             stand_ins = {
                 "gl": self.gl, "hopper": self.hopper, "_as": _as, "_barrier": nothing,
                 "_load_tile": self._bring, "_wait_for_earlier_kernels": self._wait,
@@ -176,6 +229,11 @@ class Machine:
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, value)
         monkeypatch.setattr(device, "bind_described", self.bind_described)
+        monkeypatch.setattr(device, "bind", self.bind)
+
+    def bind(self, kernel: Any, grid: tuple[int, ...], **kwargs: Any) -> Any:
+        """In the place of ``device.bind``."""
+        return self.bind_described(kernel, grid, (), **kwargs)
 
     def bind_described(
         self, kernel: Any, grid: tuple[int, ...], describe: Any, **kwargs: Any
@@ -183,9 +241,10 @@ class Machine:
         """In the place of ``device.bind_described``."""
         parameters = list(inspect.signature(kernel).parameters)
         constants = {name: value for name, value in kwargs.items() if name in parameters}
-        self.pdl = constants["PDL"]
 
         def start(*args: Any) -> None:
+            self.pdl, self.programs = constants["PDL"], grid[0]
+            self.warps = kwargs.get("num_warps", 4)
             given: list[Any] = []
             for i, (name, value) in enumerate(zip(parameters, args, strict=False)):
                 if i < len(describe):
@@ -196,7 +255,10 @@ class Machine:
                     given.append(Pointer(value, name in self.early))
                 else:
                     given.append(Int(value))
-            for self.program in range(grid[0]):
+            programs = list(range(grid[0]))
+            if self.order is not None:
+                self.order.shuffle(programs)
+            for self.program in programs:
                 self.waited, self.triggers = False, 0
                 kernel(*given, **constants)
 
@@ -213,20 +275,55 @@ class Machine:
     def _may_read(self, source: Any) -> None:
         assert self.waited or source.early or not self.pdl, "read before earlier kernels have ended"
 
-    def _load(self, at: Pointer, mask: Any = None, other: Any = 0) -> Any:
+    def _load(self, at: Pointer, mask: Any = None, other: Any = None) -> Any:
         self._may_read(at)
+        at.check(mask)
         numbers, places = at.numbers(), at.places()
         if isinstance(places, int):
             return Int(numbers[places])
-        ok = block(torch.ones_like(places, dtype=torch.bool)) if mask is None else mask
-        read = numbers[torch.where(ok, places, 0).long()]
-        return block(torch.where(ok, read, torch.tensor(other, dtype=read.dtype)))
+        if mask is None:
+            return block(numbers[places.long()])
+        read = numbers[torch.where(mask, places, at.tensor.storage_offset()).long()]
+        beside = _poison(read) if other is None else torch.tensor(other, dtype=read.dtype)
+        return block(torch.where(mask, read, beside))
 
     def _store(self, at: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
         assert self.waited or not self.pdl, "stored before earlier kernels have ended"
+        at.check(mask)
         places, value, mask = torch.broadcast_tensors(at.places(), value, mask)
         assert value.dtype == at.tensor.dtype
-        at.numbers()[places[mask].long()] = value[mask].as_subclass(torch.Tensor)
+        at.numbers()[places[mask].long()] = plain(value[mask])
+
+    def _atomic_add(self, at: Pointer, value: torch.Tensor, mask: torch.Tensor, sem: str) -> Block:
+        """Lane by lane, in any order."""
+        assert self.waited or not self.pdl, "stored before earlier kernels have ended"
+        at.check(mask)
+        places, value, mask = torch.broadcast_tensors(at.places(), value, mask)
+        assert value.dtype == at.tensor.dtype
+        numbers, before = at.numbers(), _poison(value)
+        lanes = mask.nonzero().tolist()
+        if self.order is not None:
+            self.order.shuffle(lanes)
+        for lane in map(tuple, lanes):
+            before[lane] = numbers[places[lane]]
+            numbers[places[lane]] += value[lane].item()
+        return block(before)
+
+    def _assembly(
+        self, text: str, constraints: str, given: Any, dtype: Any, is_pure: bool, pack: int
+    ) -> Block:
+        assert pack == 1
+        assert constraints == ",".join(["=r", *("r" for _ in given)])
+
+        def reciprocal(x: torch.Tensor) -> torch.Tensor:
+            ulps = (
+                torch.randint(-1, 2, x.shape, dtype=torch.int32) if self.ulps is None else self.ulps
+            )
+            return plain_ptx.near_reciprocal(x, ulps)
+
+        result = plain_ptx.run(text, [plain(t) for t in given], reciprocal)
+        assert result.dtype == dtype
+        return block(result)
 
     def _allocate(self, dtype: Any, shape: list[int], layout: Any, value: Any = None) -> Shared:
         if dtype == torch.int64:  # barriers
@@ -277,8 +374,50 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 
 
 def _least(a: Any, b: Any) -> Any:
-    return a.clamp(max=b) if isinstance(a, torch.Tensor) else Int(min(a, b))
+    return _chosen(a, b, torch.fmin, torch.minimum, min)
 
 
-def _most(a: Any, b: Any) -> Any:
-    return a.clamp(min=b) if isinstance(a, torch.Tensor) else Int(max(a, b))
+def _most(a: Any, b: Any, propagate_nan: Any = None) -> Any:
+    of_floats = torch.fmax if propagate_nan is None else torch.maximum
+    return _chosen(a, b, of_floats, torch.maximum, max)
+
+
+def _chosen(a: Any, b: Any, of_floats: Any, of_integers: Any, of_scalars: Any) -> Any:
+    if not isinstance(a, torch.Tensor):
+        return Int(of_scalars(a, b))
+    b = b if isinstance(b, torch.Tensor) else torch.tensor(b, dtype=a.dtype)
+    return block((of_floats if a.dtype.is_floating_point else of_integers)(a, b))
+
+
+def _poison(like: torch.Tensor) -> torch.Tensor:
+    size = like.dtype.itemsize
+    return torch.full((*like.shape, size), POISON, dtype=torch.uint8).view(like.dtype)[..., 0]
+
+
+def _split(t: torch.Tensor) -> tuple[Block, Block]:
+    assert t.shape[-1] == 2
+    return block(t[..., 0]), block(t[..., 1])
+
+
+def _reduce(t: torch.Tensor, axis: int, combine: Any) -> Block:
+    """By halves, as lanes do."""
+    while t.shape[axis] > 1:
+        t = combine(*(block(half) for half in t.chunk(2, axis)))
+    return block(t.squeeze(axis))
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Block:
+    """a * b + c of fp32, rounded once.
+
+    The product is exact in fp64. The sum is rounded to fp64 so that its last bit is 1 where it is
+    not exact, and then rounding to fp32 does as if it had all bits (Boldo and Melquiond, 2008).
+    """
+    product, c = plain(a).double() * plain(b).double(), plain(c).double()
+    total = product + c
+    of_c = total - product
+    lost = (product - (total - of_c)) + (c - of_c)
+    bits = total.view(torch.int64)
+    even = lost.isfinite() & (lost != 0) & (bits & 1 == 0)
+    outward = (lost > 0) == (total > 0)
+    bits = torch.where(even, torch.where(outward, bits + 1, bits - 1), bits)
+    return block(bits.view(torch.float64).float())

@@ -20,6 +20,7 @@ from tkernels.kv_format import (
     quantize_ref,
     release_residuals_ref,
 )
+from tkernels.ops.append_quantized_kv import _portable_config
 from tkernels.quantized_cases import quantized_problem
 from tkernels.registry import get
 
@@ -131,7 +132,7 @@ def test_a_long_life_equals_the_reference(seed: int, dev: torch.device) -> None:
         blocks = torch.randint(-1, 4, (2,), generator=generator)
         # A program takes all tokens of a head here, so that both drop the same ones.
         config = {"BLOCK_T": 4, "programs_per_core": 0, "PDL": False, "num_warps": 1}
-        config |= {"STAGES": 1, "BY_TOKEN": seed % 2 == 1, "BLOCK_HEADS": 1}
+        config |= {"variant": "portable", "STAGES": 1, "BY_TOKEN": seed % 2 == 1, "BLOCK_HEADS": 1}
         append(x.to(dev), mine, places.to(dev), config=config)
         append_quantized_ref(x.to(dev), theirs, places.to(dev))
         if step % 3 == 2:
@@ -219,7 +220,7 @@ def test_k_and_v_have_caches_of_their_own(
     def call(k_cache: QuantizedKV, v_cache: QuantizedKV) -> None:
         # One tile, so that slots are taken in the order of tokens on any device.
         config = {"BLOCK_T": 8, "programs_per_core": 0, "PDL": False, "num_warps": 1}
-        config |= {"STAGES": 1, "BY_TOKEN": by_token, "BLOCK_HEADS": 1}
+        config |= {"variant": "portable", "STAGES": 1, "BY_TOKEN": by_token, "BLOCK_HEADS": 1}
         more: Any = {} if compiled else {"config": config}
         tkernels.append_quantized_kv(k, v, k_cache, v_cache, places, **more)
 
@@ -361,7 +362,7 @@ def test_heads_of_a_program(heads: int, tokens: int, dev: torch.device) -> None:
         cache.scale.fill_(float("nan"))
         caches.append((x, cache, copy_of(cache)))
     config = {"BLOCK_T": 4, "programs_per_core": 0, "PDL": False, "num_warps": 4}
-    config |= {"STAGES": 1, "BY_TOKEN": False, "BLOCK_HEADS": heads}
+    config |= {"variant": "portable", "STAGES": 1, "BY_TOKEN": False, "BLOCK_HEADS": heads}
     tkernels.append_quantized_kv(k, v, caches[0][1], caches[1][1], places, config=config)
     for x, got, expected in caches:
         append_quantized_ref(x, expected, places)
@@ -381,7 +382,7 @@ def test_heads_of_a_program(heads: int, tokens: int, dev: torch.device) -> None:
 def test_heads_that_a_program_cannot_take(mode: str, heads: int, words: str) -> None:
     spec = get("append_quantized_kv")
     problem = quantized_problem(64, 8, 128, torch.bfloat16, mode)
-    config = spec.default_config(problem, sm_facts(90)) | {"BLOCK_HEADS": heads}
+    config = _portable_config(problem, sm_facts(90)) | {"BLOCK_HEADS": heads}
     why = spec.why_illegal(config, problem, sm_facts(90))
     assert why is not None
     assert words in why
@@ -397,7 +398,7 @@ def test_heads_that_a_program_cannot_take(mode: str, heads: int, words: str) -> 
 def test_configs_that_would_say_nothing(mode: str, changes: dict[str, Any], words: str) -> None:
     spec = get("append_quantized_kv")
     problem = quantized_problem(64, 8, 128, torch.bfloat16, mode)
-    config = spec.default_config(problem, sm_facts(90)) | changes
+    config = _portable_config(problem, sm_facts(90)) | changes
     why = spec.why_illegal(config, problem, sm_facts(90))
     assert why is not None
     assert words in why
@@ -411,8 +412,9 @@ def test_the_default_is_legal_for_wide_heads(mode: str) -> None:
             continue
         for tokens in (1, 64, 4096):
             problem = quantized_problem(tokens, 8, dim, torch.bfloat16, mode)
-            config = spec.default_config(problem, chip)
-            assert spec.why_illegal(config, problem, chip) is None, (dim, tokens, config)
+            for choose in (spec.default_config, _portable_config):
+                config = choose(problem, chip)
+                assert spec.why_illegal(config, problem, chip) is None, (dim, tokens, config)
 
 
 @pytest.mark.parametrize("mode", ["int8", "int8_static", "int8_fp4"])
@@ -444,12 +446,13 @@ def test_the_default_has_few_programs(mode: str) -> None:
     for tokens in (1, 7, 64, 256, 300, 512, 1024, 4096):
         for heads in (1, 2, 4, 8, 10):
             problem = quantized_problem(tokens, heads, 128, torch.bfloat16, mode)
-            config = spec.default_config(problem, chip)
-            rows = config["BLOCK_T"] * config["BLOCK_HEADS"]
-            programs = -(-2 * tokens * heads // rows)
-            starts = 1.2e-3 * programs
             moved = spec.cost(problem).bytes / 3e6  # us, of an H100's memory
-            assert starts < 1.3 * max(1.3, moved), (tokens, heads, config)
+            for choose in (spec.default_config, _portable_config):
+                config = choose(problem, chip)
+                rows = config["BLOCK_T"] * config["BLOCK_HEADS"]
+                programs = -(-2 * tokens * heads // rows)
+                starts = 1.2e-3 * programs
+                assert starts < 1.3 * max(1.3, moved), (tokens, heads, config)
 
 
 @pytest.mark.gpu

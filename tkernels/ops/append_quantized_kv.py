@@ -10,30 +10,25 @@ k, v: [n_tokens, num_kv_heads, head_dim]; codes: [num_blocks, block_size, num_kv
 caches one by one; ``tkernels.append_quantized_kv``, in tkernels/quantized.py, takes the caches.
 
 A program stays with K or with V. Without residuals it takes the same tokens of several heads
-(``tkernels/append_codes.py``). With them it has one head, takes some tokens at a time and writes
-their codes; rests are packed from registers (or, ``BY_TOKEN``, read again), and only where a token
-of the tile is an outlier. Pool slots come from the head's stack by one atomic subtraction a tile:
-which slot a token gets depends on which program is first, and so does which token goes without
-where the stack runs empty. What is read back does not, as long as it does not run empty.
+(``tkernels/append_codes.py``), with them those of one head (``tkernels/append_rests.py``); Hopper
+has a body of its own for numbers of 16 bits with scales of tokens and residuals (``variant``
+"hopper", ``tkernels/append_rests_hopper.py``). Pool slots come from the head's stack by atomic
+subtraction: which slot a token gets depends on which program is first, and so does which token goes
+without where the stack runs empty. What is read back does not, as long as it does not run empty.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tkernels.append_codes import (
-    ROUNDER,
-    append_codes,
-    as_fp32,
-    inverse_of,
-    larger_size,
-    low_byte,
-    place_of,
-    rounded,
-    scale_of,
-)
+from tkernels import append_rests_hopper
+from tkernels.append_codes import append_codes
+from tkernels.append_rests import append_rests
 from tkernels.config import planned, resolve, why_no_launch
 from tkernels.device import (
     Device,
@@ -45,7 +40,7 @@ from tkernels.device import (
     tl,
     triton,
 )
-from tkernels.kv_format import FORMATS, LARGEST, NO_SLOT, QuantizedKV, append_quantized_ref
+from tkernels.kv_format import FORMATS, LARGEST, QuantizedKV, append_quantized_ref
 from tkernels.ops.paged_attn import _has_pdl, _let_next_kernel_start, _wait_for_earlier_kernels
 from tkernels.quantized_cases import (
     CASES,
@@ -247,331 +242,13 @@ def _append_side(
             stride_xh, n_tokens, n_positions, BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC, CLAMPED,
             BLOCK_D, BLOCK_T, BLOCK_HEADS, STAGES)
     else:
-        _append_with_rests(
+        append_rests(
             head, first, n_tiles, step, x_ptr, codes_ptr, scale_ptr, slots_ptr, residual_ptr,
             residual_scale_ptr, free_slots_ptr, free_count_ptr, dropped_ptr, tau_ptr,
             slot_mapping_ptr, stride_xt, stride_xh, n_tokens, n_positions, n_slots, BLOCK_SIZE,
             N_HEADS, HEAD_DIM, STATIC, RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE, ORDERED, CLAMPED,
             BLOCK_D, BLOCK_T, STAGES, BY_TOKEN)
     # fmt: on
-
-
-@triton.jit
-def _append_with_rests(
-    head,
-    first,
-    n_tiles,
-    step,
-    x_ptr,
-    codes_ptr,
-    scale_ptr,
-    slots_ptr,
-    residual_ptr,
-    residual_scale_ptr,
-    free_slots_ptr,
-    free_count_ptr,
-    dropped_ptr,
-    tau_ptr,
-    slot_mapping_ptr,
-    stride_xt,
-    stride_xh,
-    n_tokens,
-    n_positions,
-    n_slots,
-    BLOCK_SIZE: tl.constexpr,
-    N_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    STATIC: tl.constexpr,
-    RESIDUAL_BLOCK: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LARGEST_CODE: tl.constexpr,
-    ORDERED: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    STAGES: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-):
-    """Tiles ``first``, ``first + step`` .. of the tokens of one head, with residuals."""
-    half: tl.constexpr = HEAD_DIM // 2
-    head64 = tl.cast(head, tl.int64)
-    x_ptr += head64 * stride_xh
-    # Channel j and j + half share a byte of the residual, so the halves stay apart.
-    column = tl.arange(0, BLOCK_H)[None, :]
-    inside = column < half
-    low_column, high_column = column, column + half
-    if CLAMPED:  # Ascend reads for masked lanes, too
-        low_column = tl.minimum(column, half - 1)
-        high_column = low_column + half
-    if STATIC:
-        channels = scale_ptr + head64 * HEAD_DIM
-        scale_low = tl.load(channels + low_column, mask=inside, other=0.0)
-        scale_high = tl.load(channels + high_column, mask=inside, other=0.0)
-        inverse_low, inverse_high = inverse_of(scale_low), inverse_of(scale_high)
-    tau = tl.load(tau_ptr + head)
-    most = tl.where(tau < 0, -1.0, tau * tau)
-    for tile in tl.range(first, n_tiles, step, num_stages=STAGES):
-        # Read before the places are known to be some, so that the loads do not wait for each other.
-        # fmt: off
-        position, low, high = _read(
-            tile, x_ptr, slot_mapping_ptr, stride_xt, n_tokens, low_column, high_column, inside,
-            CLAMPED, BLOCK_T)
-        # fmt: on
-        kept = (position >= 0) & (position < n_positions)
-        position = tl.where(kept, position, 0)
-        place = place_of(position, head64, N_HEADS, BLOCK_SIZE)
-        slot = tl.load(slots_ptr + place, mask=kept, other=NO_SLOT_).to(tl.int32)
-        x_low, x_high = as_fp32(low), as_fp32(high)
-        if not STATIC:
-            scale, inverse_low = scale_of(larger_size(x_low, x_high))
-            inverse_high = inverse_low
-        cells = codes_ptr + (position * N_HEADS + head64)[:, None] * HEAD_DIM + column
-        # One half after the other, so that fewer numbers wait in registers.
-        steps_low, moved_low = rounded(x_low, inverse_low, STATIC)
-        tl.store(cells, low_byte(moved_low), mask=kept[:, None] & inside)
-        rest_low = steps_low - (moved_low - ROUNDER)
-        lost_low, whole_low = rest_low, steps_low
-        if STATIC:
-            lost_low, whole_low = rest_low * scale_low, x_low
-        lost_low, whole_low = lost_low * lost_low, whole_low * whole_low
-        steps_high, moved_high = rounded(x_high, inverse_high, STATIC)
-        tl.store(cells + half, low_byte(moved_high), mask=kept[:, None] & inside)
-        rest_high = steps_high - (moved_high - ROUNDER)
-        lost_high, whole_high = rest_high, steps_high
-        if STATIC:
-            lost_high, whole_high = rest_high * scale_high, x_high
-        lost = tl.sum(tl.fma(lost_high, lost_high, lost_low), 1)
-        whole = tl.sum(tl.fma(whole_high, whole_high, whole_low), 1)
-        # sqrt(lost / whole) > tau, 0 > tau for a token of zeros, without quotient and root.
-        is_some = whole > 0
-        lost, whole = tl.where(is_some, lost, -tau), tl.where(is_some, whole, 0.0)
-        outlier = kept & (lost > most * whole)
-        bit = 1
-        if BY_TOKEN:
-            bit = 1 << tl.arange(0, BLOCK_T)
-        found = tl.sum(tl.where(outlier | (kept & (slot != NO_SLOT_)), bit, 0))
-        if found != 0:
-            # fmt: off
-            slot = _slots_of(
-                outlier, slot, place, head, slots_ptr, free_slots_ptr, free_count_ptr, dropped_ptr,
-                n_slots, ORDERED, BLOCK_T)
-            if BY_TOKEN:
-                _store_rests_by_token(
-                    tile * BLOCK_T, found, head, x_ptr, scale_ptr, slots_ptr, residual_ptr,
-                    residual_scale_ptr, slot_mapping_ptr, stride_xt, n_tokens, n_slots,
-                    BLOCK_SIZE, N_HEADS, HEAD_DIM, STATIC, RESIDUAL_BLOCK, MANTISSA,
-                    LARGEST_CODE, BLOCK_H, BLOCK_T)
-            else:
-                _store_rest(
-                    rest_low, rest_high, slot, kept & (slot != NO_SLOT_), head, residual_ptr,
-                    residual_scale_ptr, n_slots, HEAD_DIM, RESIDUAL_BLOCK, MANTISSA,
-                    LARGEST_CODE, BLOCK_H, BLOCK_T)
-            # fmt: on
-        if not STATIC:
-            scale = tl.where(slot != NO_SLOT_, -scale, scale)
-            tl.store(scale_ptr + place, scale, mask=kept)
-
-
-@triton.jit
-def _read(
-    tile,
-    x_ptr,
-    slot_mapping_ptr,
-    stride_xt,
-    n_tokens,
-    low_column,
-    high_column,
-    inside,
-    CLAMPED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """(positions [BLOCK_T], both halves [BLOCK_T, BLOCK_H] of a head) of a tile of tokens."""
-    tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
-    there = tokens < n_tokens
-    position = tl.load(slot_mapping_ptr + tokens, mask=there, other=-1).to(tl.int64)
-    if CLAMPED:
-        tokens = tl.minimum(tokens, n_tokens - 1)
-    rows = x_ptr + tokens.to(tl.int64)[:, None] * stride_xt
-    low = tl.load(rows + low_column, mask=there[:, None] & inside, other=0.0)
-    high = tl.load(rows + high_column, mask=there[:, None] & inside, other=0.0)
-    return position, low, high
-
-
-@triton.jit
-def _slots_of(
-    outlier,
-    slot,
-    place,
-    head,
-    slots_ptr,
-    free_slots_ptr,
-    free_count_ptr,
-    dropped_ptr,
-    n_slots,
-    ORDERED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Pool slots [BLOCK_T]: those that there are, and new ones for outliers without."""
-    wanted = (outlier & (slot == NO_SLOT_)).to(tl.int32)
-    count = tl.sum(wanted)
-    if count > 0:
-        if ORDERED:  # this program alone has the head
-            free = tl.load(free_count_ptr + head)
-            missing = tl.maximum(count - free, 0)
-            tl.store(free_count_ptr + head, tl.maximum(free - count, 0))
-            tl.store(dropped_ptr + head, tl.load(dropped_ptr + head) + missing)
-        else:
-            free = tl.maximum(tl.atomic_add(free_count_ptr + head, -count, sem="relaxed"), 0)
-            missing = tl.maximum(count - free, 0)
-            if missing > 0:
-                tl.atomic_add(free_count_ptr + head, missing, sem="relaxed")
-                tl.atomic_add(dropped_ptr + head, missing, sem="relaxed")
-        top = free - _running_sum(wanted, BLOCK_T)
-        takes = (wanted > 0) & (top >= 0)
-        stack = free_slots_ptr + tl.cast(head, tl.int64) * n_slots
-        own = tl.load(stack + tl.minimum(tl.maximum(top, 0), n_slots - 1), mask=takes, other=0)
-        slot = tl.where(takes, own, slot)
-        tl.store(slots_ptr + place, slot.to(tl.int16), mask=takes)
-    return slot
-
-
-@triton.jit
-def _store_rest(
-    rest_low,
-    rest_high,
-    slot,
-    holds,
-    head,
-    residual_ptr,
-    residual_scale_ptr,
-    n_slots,
-    HEAD_DIM: tl.constexpr,
-    RESIDUAL_BLOCK: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LARGEST_CODE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Both halves of the rests [BLOCK_T, BLOCK_H] to the pool, where a token ``holds`` a slot."""
-    half: tl.constexpr = HEAD_DIM // 2
-    blocks: tl.constexpr = half // RESIDUAL_BLOCK  # of one half
-    # Whoever wrote the slots may have been wrong: never past the pool.
-    row = tl.minimum(slot & 0xFFFF, n_slots - 1).to(tl.int64)
-    row = (row + tl.cast(head, tl.int64) * n_slots)[:, None]
-    four_low, exponent_low = _block_floats(
-        rest_low, BLOCK_T, BLOCK_H, RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE
-    )
-    four_high, exponent_high = _block_floats(
-        rest_high, BLOCK_T, BLOCK_H, RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE
-    )
-    column = tl.arange(0, BLOCK_H)[None, :]
-    packed = (four_low | (four_high << 4)).to(tl.uint8)
-    tl.store(residual_ptr + row * half + column, packed, mask=holds[:, None] & (column < half))
-    which = tl.arange(0, BLOCK_H // RESIDUAL_BLOCK)[None, :]
-    exponents = residual_scale_ptr + row * (2 * blocks) + which
-    inside = holds[:, None] & (which < blocks)
-    tl.store(exponents, exponent_low.to(tl.uint8), mask=inside)
-    tl.store(exponents + blocks, exponent_high.to(tl.uint8), mask=inside)
-
-
-@triton.jit
-def _store_rests_by_token(
-    first,
-    found,
-    head,
-    x_ptr,
-    scale_ptr,
-    slots_ptr,
-    residual_ptr,
-    residual_scale_ptr,
-    slot_mapping_ptr,
-    stride_xt,
-    n_tokens,
-    n_slots,
-    BLOCK_SIZE: tl.constexpr,
-    N_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    STATIC: tl.constexpr,
-    RESIDUAL_BLOCK: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LARGEST_CODE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Rests of the tokens from ``first`` on that have a bit of ``found``, where they have a slot.
-
-    Numbers and slots are read again: a whole tile's would take the registers of a second program.
-    """
-    half: tl.constexpr = HEAD_DIM // 2
-    low = tl.arange(0, BLOCK_H)[None, :]
-    high = low + half
-    inside = low < half
-    tl.debug_barrier()  # other threads have written the slots
-    for i in range(BLOCK_T):
-        if (found >> i) & 1:
-            # fmt: off
-            position, x_low, x_high = _read(
-                first + i, x_ptr, slot_mapping_ptr, stride_xt, n_tokens, low, high, inside, False,
-                1)
-            # fmt: on
-            place = place_of(position, tl.cast(head, tl.int64), N_HEADS, BLOCK_SIZE)
-            slot = tl.load(slots_ptr + place).to(tl.int32)
-            x_low, x_high = as_fp32(x_low), as_fp32(x_high)
-            if STATIC:
-                channels = scale_ptr + tl.cast(head, tl.int64) * HEAD_DIM
-                inverse_low = inverse_of(tl.load(channels + low, mask=inside, other=0.0))
-                inverse_high = inverse_of(tl.load(channels + high, mask=inside, other=0.0))
-            else:
-                _, inverse_low = scale_of(larger_size(x_low, x_high))
-                inverse_high = inverse_low
-            steps_low, moved_low = rounded(x_low, inverse_low, STATIC)
-            steps_high, moved_high = rounded(x_high, inverse_high, STATIC)
-            # fmt: off
-            _store_rest(
-                steps_low - (moved_low - ROUNDER), steps_high - (moved_high - ROUNDER), slot,
-                slot != NO_SLOT_, head, residual_ptr, residual_scale_ptr, n_slots, HEAD_DIM,
-                RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE, BLOCK_H, 1)
-            # fmt: on
-
-
-NO_SLOT_ = tl.constexpr(NO_SLOT)
-
-
-@triton.jit
-def _running_sum(x, SIZE: tl.constexpr):
-    """tl.cumsum of few numbers, by comparing places: what Ascend makes of cumsum is not run."""
-    place = tl.arange(0, SIZE)
-    return tl.sum(tl.where(place[None, :] <= place[:, None], x[None, :], 0), 1)
-
-
-@triton.jit
-def _block_floats(
-    rest,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    RESIDUAL_BLOCK: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LARGEST_CODE: tl.constexpr,
-):
-    """(codes [BLOCK_T, BLOCK_H], biased exponents [BLOCK_T, blocks]); kv_format says how."""
-    n_blocks: tl.constexpr = BLOCK_H // RESIDUAL_BLOCK
-    parts = tl.reshape(tl.abs(rest), (BLOCK_T, n_blocks, RESIDUAL_BLOCK))
-    amax = tl.max(parts, 2) * (1.0 / LARGEST_CODE)
-    exponent = (amax.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
-    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
-    unit = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    small = tl.minimum(parts * unit[:, :, None], LARGEST_CODE)
-    small = tl.reshape(small, (BLOCK_T, BLOCK_H))
-    bits = small.to(tl.int32, bitcast=True)
-    if MANTISSA == 0:
-        nearest = tl.maximum(((bits + 0x400000) >> 23) - 126, 1)
-        code = tl.where(small > 0.5, nearest, 0)
-    else:  # steps double with the exponent; below 1 they stay (subnormal numbers)
-        power = tl.maximum(bits >> 23, 127)
-        magic = (power + (23 - MANTISSA)) << 23  # a float whose last bit is one step
-        moved = small + magic.to(tl.float32, bitcast=True)
-        code = ((power - 127) << MANTISSA) + (moved.to(tl.int32, bitcast=True) - magic)
-    return tl.where(rest < 0, code | 8, code), exponent
 
 
 @op
@@ -640,8 +317,8 @@ def append_quantized_kv(
         launch(*tensors, *numbers)
 
 
-def _plan(*given: Any, config: Config | None) -> Any:
-    """(launch, strides and counts); None where there is nothing to append."""
+def _plan(*given: Any, config: Config | None) -> _Plan | None:
+    """None where there is nothing to append."""
     *tensors, mantissa_bits = given
     k, v, codes = tensors[:3]
     static, residual_block = check_caches(*given)
@@ -652,25 +329,50 @@ def _plan(*given: Any, config: Config | None) -> Any:
         return None
     values = (n_tokens, n_heads, head_dim, block_size, k.dtype, static, residual_block)
     cfg, max_programs = resolve(SPEC, values, config)
-    cfg = {"PDL": False, "STAGES": 1, "BY_TOKEN": False, "BLOCK_HEADS": 1, **cfg}
-    n_tiles = cdiv(n_tokens, cfg["BLOCK_T"])
-    groups = 2 * n_heads // cfg["BLOCK_HEADS"]  # of heads of K and of V
-    # Ascend cannot address by what an atomic operation returns.
-    ordered = residual_block > 0 and not current().registers
-    of_a_group = 1 if ordered else min(n_tiles, max(1, max_programs // groups))
     constants = {
         "BLOCK_SIZE": block_size,
         "N_HEADS": n_heads,
         "HEAD_DIM": head_dim,
-        "STATIC": static,
         "RESIDUAL_BLOCK": residual_block,
         "MANTISSA": mantissa_bits,
         "LARGEST_CODE": LARGEST[FORMATS[mantissa_bits]],
-        "ORDERED": ordered,
-        "CLAMPED": not current().registers,
-        "ONE_TILE": of_a_group == n_tiles,
-        "BLOCK_D": _width(head_dim, residual_block),
     }
+    counts = n_tokens, n_positions, tensors[7].shape[-1]
+    if cfg.pop("variant", "portable") == "portable":
+        return _bind_portable(k, v, static, cfg, max_programs, constants, counts)
+
+    @functools.cache
+    def portable() -> _Plan:
+        problem = dict(zip(SPEC.problem_fields, values, strict=True))
+        other, most = resolve(SPEC, values, _portable_config(problem, current()))
+        del other["variant"]
+        return _bind_portable(k, v, static, other, most, constants, counts)
+
+    if not append_rests_hopper.can_address(k, v, n_positions):
+        return portable()
+    hopper = append_rests_hopper.bind(k, v, cfg, max_programs, constants, counts)
+    return _by_address(hopper, portable)
+
+
+_Plan = tuple[Callable[..., None], tuple[int, ...]]  # a launch, and numbers behind its tensors
+
+
+def _bind_portable(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    static: bool,
+    config: Config,
+    max_programs: int,
+    constants: dict[str, Any],
+    counts: tuple[int, int, int],
+) -> _Plan:
+    cfg = {"PDL": False, "STAGES": 1, "BY_TOKEN": False, "BLOCK_HEADS": 1, **config}
+    n_heads, residual_block = constants["N_HEADS"], constants["RESIDUAL_BLOCK"]
+    n_tiles = cdiv(counts[0], cfg["BLOCK_T"])
+    groups = 2 * n_heads // cfg["BLOCK_HEADS"]  # of heads of K and of V
+    # Ascend cannot address by what an atomic operation returns.
+    ordered = residual_block > 0 and not current().registers
+    of_a_group = 1 if ordered else min(n_tiles, max(1, max_programs // groups))
     if of_a_group == n_tiles:  # nothing to copy ahead
         cfg["STAGES"] = 1
     # Each step as the reference rounds it: a rest that is not exact has other 4-bit codes.
@@ -678,12 +380,32 @@ def _plan(*given: Any, config: Config | None) -> Any:
         _append_quantized_kv_kernel,
         (groups * of_a_group,),
         **constants,
+        STATIC=static,
+        ORDERED=ordered,
+        CLAMPED=not current().registers,
+        ONE_TILE=of_a_group == n_tiles,
+        BLOCK_D=_width(constants["HEAD_DIM"], residual_block),
         **cfg,
         **rounding_each_step(),
         **({"launch_pdl": True} if cfg["PDL"] else {}),
     )
-    n_slots = tensors[7].shape[-1]
-    return launch, (*k.stride()[:2], *v.stride()[:2], n_tokens, n_positions, n_slots, n_tiles)
+    return launch, (*k.stride()[:2], *v.stride()[:2], *counts, n_tiles)
+
+
+def _by_address(hopper: _Plan, portable: Callable[[], _Plan]) -> _Plan:
+    """Pieces of 16 bytes need addresses that divide by 16: a call knows."""
+    addressable = not current().compile_only
+
+    def run(k: torch.Tensor, v: torch.Tensor, *caches: torch.Tensor) -> None:
+        # Numbers, codes and residuals of both.
+        pieces = (k, v, caches[0], caches[3], caches[9], caches[12])
+        if addressable and functools.reduce(operator.or_, (t.data_ptr() for t in pieces)) % 16:
+            launch, numbers = portable()
+            launch(k, v, *caches, *numbers)
+        else:
+            hopper[0](k, v, *caches, *hopper[1])
+
+    return run, ()
 
 
 def _width(head_dim: int, residual_block: int) -> int:
@@ -720,8 +442,10 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     space: dict[str, list[Any]] = {"BLOCK_T": [1, 2, 4, 8, 16, 32, 64]}
     if not dev.registers:  # a vector unit: no threads
         return {**space, "programs_per_core": [1]}
+    hopper = ["hopper"] if append_rests_hopper.has_body(dev) else []
     return {
         **space,
+        "variant": ["portable", *hopper],
         "BLOCK_HEADS": [1, 2, 4, 8],
         "programs_per_core": [0, 4, 6, 8, 12, 16, 24, 32],
         "STAGES": [1, 2, 3],
@@ -732,6 +456,12 @@ def _space(dev: Device) -> dict[str, list[Any]]:
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
+    if append_rests_hopper.why_unfit(problem, dev) is None:
+        return append_rests_hopper.default_config(problem, dev)
+    return _portable_config(problem, dev)
+
+
+def _portable_config(problem: Problem, dev: Device) -> Config:
     row = _row(problem)
     if not dev.registers:  # a vector unit: no threads
         return {"BLOCK_T": max(1, min(8, 2048 // row)), "programs_per_core": 1}
@@ -757,6 +487,7 @@ def _default_config(problem: Problem, dev: Device) -> Config:
     warps = max(min(most_warps, tile // 512), min(16, tile // 1024), 1)
     return {
         "BLOCK_T": tokens,
+        "variant": "portable",
         "BLOCK_HEADS": heads,
         "num_warps": warps,
         "programs_per_core": per_core,
@@ -776,6 +507,11 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return (
             f"BLOCK_HEADS={heads} is no power of two that divides {problem['num_kv_heads']} heads"
         )
+    variant = config.get("variant", "portable")
+    if variant == "hopper":
+        return append_rests_hopper.why_illegal(config, problem, dev)
+    if variant != "portable":
+        return f"variant must be portable or hopper, got {variant!r}"
     if heads > 1 and (problem["static"] or problem["residual_block"]):
         return f"BLOCK_HEADS={heads} must be 1 with static scales or residuals"
     elements = config["BLOCK_T"] * heads * _row(problem)

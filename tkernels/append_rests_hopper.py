@@ -1,0 +1,501 @@
+"""The body of ``append_quantized_kv`` with residuals for Hopper (sm_90): ``variant`` "hopper".
+
+A program goes through tiles of tokens of some heads, of K or of V; where tokens are many, as many
+programs of two warps as a chip holds at once. A row, that is a token's head, has 16 channels a
+lane, so that what is summed over it crosses few lanes, and its codes are stored 16 bytes a lane.
+The next tile's numbers and the slots that its places have are on their way while one is worked on,
+and the places of the tile after that, as slots are where places say.
+
+Rests are packed from registers, by the lanes that have them, where a row of the tile is an outlier
+or its place has a slot already. One lane of an outlier's row takes a slot, and its number is not
+waited for before the row's rests are packed.
+
+What is asked for a tile ahead stands behind a branch, because ptxas puts loads off to where they
+are needed if nothing stands between. It is written in Gluon, where layouts say which lane has what.
+Codes, scales and rests are those of the portable body, bit by bit, where all numbers of a row are
+finite (others are read back as NaN, by both); squares are added in another order, which can tell
+where a token's error is the threshold but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tkernels import device, few_rows_hopper
+from tkernels.append_codes import ROUNDER as _ROUNDER
+from tkernels.device import Device, tl
+from tkernels.few_rows_hopper import register_options
+from tkernels.flash_attn_hopper import is_aligned
+from tkernels.kv_format import NO_SLOT
+from tkernels.paged_attn_quantized_hopper import (
+    _let_next_kernel_start,
+    _wait_for_earlier_kernels,
+)
+from tkernels.registry import Config, Problem
+
+if TYPE_CHECKING:
+    from tkernels import _triton as gl
+    from tkernels import _triton as gluon
+else:
+    gl, gluon = few_rows_hopper.gl, few_rows_hopper.gluon
+
+CHANNELS = 16  # of a lane
+_NO_SLOT = gl.constexpr(NO_SLOT)
+_FAR_BELOW = gl.constexpr(-(1 << 31) + 1)
+
+# fmt: off
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _or(a, b):
+    return a | b
+
+
+@gluon.jit
+def _larger(a, b):
+    """The larger one; NaN where one is."""
+    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def _larger_sizes(a, b, dtype: gl.constexpr):
+    """Of two pairs of numbers of 16 bits: the larger sizes, with any sign; NaN where one is."""
+    of_kind: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs." + of_kind + " $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32,
+        is_pure=True, pack=1)
+
+
+@gluon.jit
+def _pair(pair, dtype: gl.constexpr):
+    """Both numbers of a pair, as fp32."""
+    if dtype == gl.bfloat16:
+        low = (pair << 16).to(gl.float32, bitcast=True)
+        high = (pair & -65536).to(gl.float32, bitcast=True)
+    else:
+        low = pair.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        high = (pair >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+    return low, high
+
+
+@gluon.jit
+def _low_bytes(a, b, c, d):
+    """Those of four numbers, side by side."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x0040; prmt.b32 high, $3, $4, 0x0040; "
+        "prmt.b32 $0, low, high, 0x5410; }",
+        "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _inverse(absmax):
+    """127 / absmax, to nearest, for 2^-100 <= absmax < inf, without the branches of a division.
+
+    An approximate reciprocal, refined once, times 127, mended twice (Markstein, 1990): exact where
+    no step leaves the normal numbers, as a reciprocal of more than 2^126 would.
+    """
+    large = absmax > 1.152921504606847e18  # 2^60
+    divisor = gl.where(large, absmax * 5.421010862427522e-20, absmax)  # 2^-64
+    near = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [divisor], dtype=gl.float32, is_pure=True, pack=1)
+    near = gl.fma(gl.fma(-divisor, near, gl.full_like(divisor, 1.0)), near, near)
+    most = gl.full_like(divisor, 127.0)
+    quotient = most * near
+    quotient = gl.fma(gl.fma(-divisor, quotient, most), near, quotient)
+    quotient = gl.fma(gl.fma(-divisor, quotient, most), near, quotient)
+    return gl.where(large, quotient * 5.421010862427522e-20, quotient)
+
+
+@gluon.jit
+def _scale_of(pairs, dtype: gl.constexpr):
+    """(scale [R], its inverse [R]) of rows, as ``append_codes.scale_of`` has them."""
+    sizes = pairs[0]
+    for i in gl.static_range(1, len(pairs)):
+        sizes = _larger_sizes(sizes, pairs[i], dtype)
+    low, high = _pair(sizes, dtype)
+    absmax = gl.reduce(_larger(gl.abs(low), gl.abs(high)), 1, _larger)
+    spoilt = absmax * 0.0  # what is not a number is not read back as one
+    absmax = gl.where(absmax < 7.888609052210118e-31, 0.0, absmax)  # 2^-100
+    scale = absmax * 0.007874015748031496 + spoilt  # 1 / 127
+    inverse = _inverse(gl.where(absmax > 0, absmax, 1.0))
+    return scale, gl.where(absmax > 0, inverse, 0.0)
+
+
+@gluon.jit
+def _place_of(position, head, N_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """Where a position and head are in [num_blocks, num_kv_heads, block_size], in 32 bits."""
+    if BLOCK_SIZE & (BLOCK_SIZE - 1) == 0:
+        inside = position & (BLOCK_SIZE - 1)
+    else:
+        inside = position % BLOCK_SIZE
+    return (position - inside) * N_HEADS + inside + head * BLOCK_SIZE
+
+
+@gluon.jit
+def _late(x, other):
+    """x, which the compiler cannot look at before ``other`` is known."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1; // $2", "=r,r,r", [x, other], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _four_bits(rest, unit, MANTISSA: gl.constexpr, LARGEST_CODE: gl.constexpr):
+    """Codes of rests, in blocks' units; kv_format says how."""
+    small = gl.minimum(gl.abs(rest) * unit, LARGEST_CODE)
+    bits = small.to(gl.int32, bitcast=True)
+    if MANTISSA == 0:
+        nearest = gl.maximum(((bits + 0x400000) >> 23) - 126, 1)
+        code = gl.where(small > 0.5, nearest, 0)
+    else:  # steps double with the exponent; below 1 they stay (subnormal numbers)
+        power = gl.maximum(bits >> 23, 127)
+        magic = (power + (23 - MANTISSA)) << 23  # a float whose last bit is one step
+        moved = small + magic.to(gl.float32, bitcast=True)
+        code = ((power - 127) << MANTISSA) + (moved.to(gl.int32, bitcast=True) - magic)
+    return gl.where(rest < 0, code | 8, code)
+
+
+@gluon.jit
+def _pairs_of_lane(x, lanes: gl.constexpr):
+    """The 8 pairs [R, L] that each lane has of x [R, 8 * L], in their order."""
+    rows: gl.constexpr = x.shape[0]
+    even, odd = gl.split(gl.reshape(x, [rows, x.shape[1] // 8, 2, 2, 2]))
+    by_four_0, by_four_2 = gl.split(even)
+    by_four_1, by_four_3 = gl.split(odd)
+    p0, p4 = gl.split(by_four_0)
+    p1, p5 = gl.split(by_four_1)
+    p2, p6 = gl.split(by_four_2)
+    p3, p7 = gl.split(by_four_3)
+    split = gl.tuple([p0, p1, p2, p3, p4, p5, p6, p7])
+    pairs = gl.tuple([])
+    for i in gl.static_range(8):
+        pairs = pairs + gl.tuple([gl.convert_layout(split[i], lanes, assert_trivial=True)])
+    return pairs
+
+
+@gluon.jit
+def _side_by_side(a, b, c, d):
+    """[R, 4 * L]: numbers a, b, c, d [R, L] of a lane follow each other."""
+    rows: gl.constexpr = a.shape[0]
+    words: gl.constexpr = a.shape[1]
+    return gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [rows, 4 * words])
+
+
+@gluon.jit
+def _store_rests(
+    pairs, inverse, wanted, slot, kept, head, place, slots_ptr, residual_ptr, residual_scale_ptr,
+    free_slots_ptr, free_count_ptr, dropped_ptr, n_slots, dtype: gl.constexpr,
+    RESIDUAL_BLOCK: gl.constexpr, MANTISSA: gl.constexpr, LARGEST_CODE: gl.constexpr,
+):
+    """Slots [R] of rows: what they have, and new ones where ``wanted``, which are taken from the
+    stack or counted as dropped. Rests of rows that are ``kept`` and have one go to the pool."""
+    lanes: gl.constexpr = pairs[0].type.layout
+    R: gl.constexpr = pairs[0].shape[0]
+    L: gl.constexpr = pairs[0].shape[1]
+    HALF: gl.constexpr = L // 2
+    BLOCKS: gl.constexpr = 16 * L // RESIDUAL_BLOCK
+    lane = gl.arange(0, L, gl.SliceLayout(0, lanes))[None, :]
+    asks = wanted[:, None] & (lane == 0)
+    count = free_count_ptr + head[:, None] + lane * 0
+    one = gl.full([R, L], 1, gl.int32, lanes)
+    left = gl.atomic_add(count, -one, mask=asks, sem="relaxed")
+    rests = gl.tuple([])
+    largest = gl.full([R, L], 0.0, gl.float32, lanes)
+    for i in gl.static_range(len(pairs)):
+        low, high = _pair(pairs[i], dtype)
+        low, high = low * inverse, high * inverse
+        low, high = low - ((low + _ROUNDER) - _ROUNDER), high - ((high + _ROUNDER) - _ROUNDER)
+        largest = gl.maximum(largest, gl.maximum(gl.abs(low), gl.abs(high)))
+        rests = rests + gl.tuple([low, high])
+    of_blocks = gl.reshape(largest, [R, BLOCKS, L // BLOCKS])
+    amax = gl.max(of_blocks, 2) * (1.0 / LARGEST_CODE)
+    exponent = (amax.to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23
+    exponent = gl.minimum(gl.maximum(exponent, 1), 253)
+    unit = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
+    unit = gl.full_like(of_blocks, 1.0) * gl.expand_dims(unit, 2)
+    unit = gl.convert_layout(gl.reshape(unit, [R, L]), lanes, assert_trivial=True)
+    # Channel j and j + head_dim / 2 share a byte: lanes of the upper half hand theirs over.
+    words = gl.tuple([])
+    for i in gl.static_range(4):
+        word = _four_bits(rests[4 * i], unit, MANTISSA, LARGEST_CODE)
+        for j in gl.static_range(1, 4):
+            code = _four_bits(rests[4 * i + j], unit, MANTISSA, LARGEST_CODE)
+            word = word | (code << (8 * j))
+        word = word << (lane // HALF * 4)
+        words = words + gl.tuple([gl.reduce(gl.reshape(word, [R, 2, HALF]), 1, _or)])
+    packed = _side_by_side(words[0], words[1], words[2], words[3])
+
+    left = _late(left, word)
+    top = gl.max(gl.where(asks, left, _FAR_BELOW), 1) - 1
+    takes = wanted & (top >= 0)
+    stack = free_slots_ptr + head.to(gl.int64) * n_slots
+    own = gl.load(stack + gl.minimum(gl.maximum(top, 0), n_slots - 1), mask=takes, other=0)
+    missing = asks & (top < 0)[:, None]
+    gl.atomic_add(count, one, mask=missing, sem="relaxed")
+    gl.atomic_add(dropped_ptr + head[:, None] + lane * 0, one, mask=missing, sem="relaxed")
+    slot = gl.where(takes, own, slot)
+    gl.store(slots_ptr + place, slot.to(gl.int16), mask=takes)
+
+    holds = kept & (slot != _NO_SLOT)
+    # Whoever wrote the slots may have been wrong: never past the pool.
+    row = gl.minimum(slot & 0xFFFF, n_slots - 1).to(gl.int64) + head.to(gl.int64) * n_slots
+    by_four: gl.constexpr = packed.type.layout
+    to = gl.convert_layout(row, gl.SliceLayout(1, by_four))[:, None] * (4 * HALF)
+    to += gl.arange(0, 4 * HALF, gl.SliceLayout(0, by_four))[None, :]
+    mask = gl.convert_layout(holds, gl.SliceLayout(1, by_four))[:, None]
+    gl.store(residual_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + to, packed, mask=mask)
+    by_block: gl.constexpr = exponent.type.layout
+    to = gl.convert_layout(row, gl.SliceLayout(1, by_block))[:, None] * BLOCKS
+    to += gl.arange(0, BLOCKS, gl.SliceLayout(0, by_block))[None, :]
+    mask = gl.convert_layout(holds, gl.SliceLayout(1, by_block))[:, None]
+    gl.store(residual_scale_ptr + to, exponent.to(gl.uint8), mask=mask)
+    return slot
+
+
+@gluon.jit
+def _positions(tile, slot_mapping_ptr, n_tokens, n_positions, row, HEADS: gl.constexpr):
+    """[R], -1 where nothing is kept: past the last token, and where the mapping says none."""
+    token = tile * (row.shape[0] // HEADS) + row // HEADS
+    position = gl.load(slot_mapping_ptr + token, mask=token < n_tokens, other=-1).to(gl.int64)
+    kept = (position >= 0) & (position < n_positions)
+    return gl.where(kept, position, -1).to(gl.int32)
+
+
+@gluon.jit
+def _numbers(tile, x_ptr, stride_xt, n_tokens, row, HEADS: gl.constexpr):
+    """Pairs of numbers [R, head_dim / 2] of a tile; past the last token those of the last."""
+    token = gl.minimum(tile * (row.shape[0] // HEADS) + row // HEADS, n_tokens - 1)
+    return gl.load(x_ptr + (token.to(gl.int64) * stride_xt.to(gl.int64) * 4)[:, None])
+
+
+@gluon.jit(do_not_specialize=[
+    "stride_kt", "stride_kh", "stride_vt", "stride_vh", "n_tokens", "n_positions", "n_slots",
+    "n_tiles"])
+def _append_rests_hopper_kernel(
+    k_ptr, v_ptr, k_codes_ptr, k_scale_ptr, k_slots_ptr, k_residual_ptr, k_residual_scale_ptr,
+    k_free_slots_ptr, k_free_count_ptr, k_dropped_ptr, k_tau_ptr, v_codes_ptr, v_scale_ptr,
+    v_slots_ptr, v_residual_ptr, v_residual_scale_ptr, v_free_slots_ptr, v_free_count_ptr,
+    v_dropped_ptr, v_tau_ptr, slot_mapping_ptr,
+    stride_kt, stride_kh, stride_vt, stride_vh,  # in units of 16 bytes
+    n_tokens, n_positions, n_slots, n_tiles,
+    BLOCK_SIZE: gl.constexpr, N_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    RESIDUAL_BLOCK: gl.constexpr, MANTISSA: gl.constexpr, LARGEST_CODE: gl.constexpr,
+    BLOCK_T: gl.constexpr, BLOCK_HEADS: gl.constexpr, PDL: gl.constexpr,
+):
+    DTYPE: gl.constexpr = k_ptr.dtype.element_ty
+    W: gl.constexpr = gl.num_warps()
+    L: gl.constexpr = HEAD_DIM // 16  # lanes of a row
+    R: gl.constexpr = BLOCK_T * BLOCK_HEADS  # a lane has a part of one
+    lanes: gl.constexpr = gl.BlockedLayout([1, 1], [32 // L, L], [W, 1], [1, 0])
+    of_pairs: gl.constexpr = gl.BlockedLayout([1, 8], [32 // L, L], [W, 1], [1, 0])
+    of_codes: gl.constexpr = gl.BlockedLayout([1, 4], [32 // L, L], [W, 1], [1, 0])
+    rows: gl.constexpr = gl.SliceLayout(1, lanes)
+    groups: gl.constexpr = N_HEADS // BLOCK_HEADS
+    if PDL:
+        _let_next_kernel_start()
+    # A program stays with its heads, of K or of V. What lies side by side is read at one time.
+    of_k = gl.program_id(0) % 2 == 0
+    head0 = gl.program_id(0) // 2 % groups * BLOCK_HEADS
+    first = gl.program_id(0) // (2 * groups)
+    step = gl.num_programs(0) // (2 * groups)
+    x_ptr = k_ptr if of_k else v_ptr
+    codes_ptr = k_codes_ptr if of_k else v_codes_ptr
+    scale_ptr = k_scale_ptr if of_k else v_scale_ptr
+    slots_ptr = k_slots_ptr if of_k else v_slots_ptr
+    tau_ptr = k_tau_ptr if of_k else v_tau_ptr
+    stride_xt = stride_kt if of_k else stride_vt
+    stride_xh = stride_kh if of_k else stride_vh
+    row = gl.arange(0, R, rows)
+    head = head0 + row % BLOCK_HEADS
+    read_row = gl.arange(0, R, gl.SliceLayout(1, of_pairs))
+    column = gl.arange(0, HEAD_DIM // 2, gl.SliceLayout(0, of_pairs))[None, :]
+    from_head = (head0 + read_row % BLOCK_HEADS).to(gl.int64) * stride_xh.to(gl.int64) * 4
+    x_ptr = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + from_head[:, None] + column
+    code_row = head0 + gl.arange(0, R, gl.SliceLayout(1, of_codes)) % BLOCK_HEADS
+    column = gl.arange(0, HEAD_DIM // 4, gl.SliceLayout(0, of_codes))[None, :]
+    codes_ptr = codes_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (
+        code_row * (HEAD_DIM // 4))[:, None] + column
+    if PDL:
+        _wait_for_earlier_kernels()
+    position = _positions(first, slot_mapping_ptr, n_tokens, n_positions, row, BLOCK_HEADS)
+    x = _numbers(first, x_ptr, stride_xt, n_tokens, read_row, BLOCK_HEADS)
+    after = _positions(first + step, slot_mapping_ptr, n_tokens, n_positions, row, BLOCK_HEADS)
+    tau = gl.load(tau_ptr + head)
+    most = gl.where(tau < 0, -1.0, tau * tau)
+    place = _place_of(position, head, N_HEADS, BLOCK_SIZE)
+    slot = gl.load(slots_ptr + place, mask=position >= 0, other=_NO_SLOT)
+    for tile in range(first, n_tiles, step):
+        pairs = _pairs_of_lane(x, lanes)
+        at, kept, here, held = position, position >= 0, place, slot.to(gl.int32)
+        if tile + step < n_tiles:
+            position = after
+            x = _numbers(tile + step, x_ptr, stride_xt, n_tokens, read_row, BLOCK_HEADS)
+            place = _place_of(position, head, N_HEADS, BLOCK_SIZE)
+            slot = gl.load(slots_ptr + place, mask=position >= 0, other=_NO_SLOT)
+            after = _positions(
+                tile + 2 * step, slot_mapping_ptr, n_tokens, n_positions, row, BLOCK_HEADS)
+
+        scale, inverse = _scale_of(pairs, DTYPE)
+        inverse = gl.expand_dims(inverse, 1) + gl.full([R, L], 0.0, gl.float32, lanes)
+        lost_low = gl.full([R, L], 0.0, gl.float32, lanes)
+        lost_high, whole_low, whole_high = lost_low, lost_low, lost_low
+        moved = gl.tuple([])
+        for i in gl.static_range(8):
+            low, high = _pair(pairs[i], DTYPE)
+            low, high = low * inverse, high * inverse
+            moved_low, moved_high = low + _ROUNDER, high + _ROUNDER
+            rest_low, rest_high = low - (moved_low - _ROUNDER), high - (moved_high - _ROUNDER)
+            lost_low = gl.fma(rest_low, rest_low, lost_low)
+            lost_high = gl.fma(rest_high, rest_high, lost_high)
+            whole_low = gl.fma(low, low, whole_low)
+            whole_high = gl.fma(high, high, whole_high)
+            moved = moved + gl.tuple([
+                moved_low.to(gl.int32, bitcast=True), moved_high.to(gl.int32, bitcast=True)])
+        words = gl.tuple([])
+        for i in gl.static_range(4):
+            word = _low_bytes(
+                moved[4 * i], moved[4 * i + 1], moved[4 * i + 2], moved[4 * i + 3])
+            words = words + gl.tuple([word])
+        codes = _side_by_side(words[0], words[1], words[2], words[3])
+        codes = gl.convert_layout(codes, of_codes, assert_trivial=True)
+        to = gl.convert_layout(at, gl.SliceLayout(1, of_codes), assert_trivial=True)
+        to = to.to(gl.int64) * (N_HEADS * HEAD_DIM // 4)
+        mask = gl.convert_layout(kept, gl.SliceLayout(1, of_codes), assert_trivial=True)
+        gl.store(codes_ptr + to[:, None], codes, mask=mask[:, None])
+
+        lost = gl.reduce(lost_low + lost_high, 1, _add)
+        whole = gl.reduce(whole_low + whole_high, 1, _add)
+        # sqrt(lost / whole) > tau, 0 > tau for a token of zeros, without quotient and root.
+        is_some = whole > 0
+        lost, whole = gl.where(is_some, lost, -tau), gl.where(is_some, whole, 0.0)
+        outlier = kept & (lost > most * whole)
+        held = _late(held, lost)
+        holds = outlier | (held != _NO_SLOT)
+        if gl.reduce(holds.to(gl.int32), 0, _or) != 0:
+            held = _store_rests(
+                pairs, inverse, outlier & (held == _NO_SLOT), held, kept, head, here, slots_ptr,
+                k_residual_ptr if of_k else v_residual_ptr,
+                k_residual_scale_ptr if of_k else v_residual_scale_ptr,
+                k_free_slots_ptr if of_k else v_free_slots_ptr,
+                k_free_count_ptr if of_k else v_free_count_ptr,
+                k_dropped_ptr if of_k else v_dropped_ptr, n_slots, DTYPE, RESIDUAL_BLOCK,
+                MANTISSA, LARGEST_CODE)
+        gl.store(scale_ptr + here, gl.where(held != _NO_SLOT, -scale, scale), mask=kept)
+
+
+# fmt: on
+
+
+def rows_of(head_dim: int, num_warps: int) -> int:
+    """Rows of a tile: a lane has a part of one."""
+    return 32 * num_warps * CHANNELS // head_dim
+
+
+def has_body(dev: Device) -> bool:
+    return dev.arch == "sm90" and device.is_there(gl)
+
+
+def why_unfit(problem: Problem, dev: Device) -> str | None:
+    """Reason why this body cannot serve such a problem, whatever the config; None: it can."""
+    if dev.arch != "sm90":
+        return f"variant hopper needs an sm90 device, got {dev.arch}"
+    if not device.is_there(gl):
+        return "variant hopper needs a triton that has Gluon (3.6 or newer), got none"
+    if problem["static"] or not problem["residual_block"]:
+        return "variant hopper is for residuals and scales of tokens"
+    if problem["dtype"] not in (torch.bfloat16, torch.float16):
+        return f"variant hopper needs bfloat16 or float16, got {problem['dtype']}"
+    if problem["head_dim"] not in (64, 128, 256):
+        return f"variant hopper has head_dim 64, 128 or 256, got {problem['head_dim']}"
+    return None
+
+
+def bind(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    config: Config,
+    max_programs: int,
+    constants: dict[str, Any],
+    counts: tuple[int, int, int],
+) -> tuple[Callable[..., None], tuple[int, ...]]:
+    """(launch, numbers behind its tensors) for k and v of such strides.
+
+    ``counts``: tokens, places of a cache, slots of a head's pool.
+    """
+    groups = 2 * constants["N_HEADS"] // config["BLOCK_HEADS"]  # of heads of K and of V
+    n_tiles = device.cdiv(counts[0], config["BLOCK_T"])
+    of_a_group = min(n_tiles, max(1, max_programs // groups))
+    # Each step as the reference rounds it: a rest that is not exact has other 4-bit codes.
+    launch = device.bind(
+        _append_rests_hopper_kernel,
+        (groups * of_a_group,),
+        **constants,
+        **{name: config[name] for name in ("BLOCK_T", "BLOCK_HEADS", "PDL", "num_warps")},
+        **register_options(config["num_warps"], max_programs),
+        **device.rounding_each_step(),
+        **({"launch_pdl": True} if config["PDL"] else {}),
+    )
+    pieces = 16 // k.element_size()
+    strides = (stride // pieces for x in (k, v) for stride in x.stride()[:2])
+    return launch, (*strides, *counts, n_tiles)
+
+
+def can_address(k: torch.Tensor, v: torch.Tensor, n_positions: int) -> bool:
+    """Whether strides come in pieces of 16 bytes, and they, places and tokens fit 32 bits."""
+    # A program looks two tiles past the last, which has at most as many tokens and 2^8 more.
+    tokens = 3 * (k.shape[0] + (1 << 8))
+    counted = (*k.stride()[:2], *v.stride()[:2], n_positions * k.shape[1], tokens)
+    return is_aligned(k, v) and max(counted) < 1 << 31
+
+
+def default_config(problem: Problem, dev: Device) -> Config:
+    """As an H200 liked it."""
+    dim, cores = problem["head_dim"], dev.num_cores
+    rows = 2 * problem["n_tokens"] * problem["num_kv_heads"]
+    warps = 1 if rows // rows_of(dim, 1) <= 2 * cores else 2
+    heads, most = 1, min(4 * warps, rows_of(dim, warps))
+    per_core = 8
+    if rows // rows_of(dim, warps) > 8 * cores:  # several tiles a program
+        # 64 registers do not quite do for heads of 64.
+        per_core, most = (12 if dim == 64 else 16), 1
+    while heads < most and problem["num_kv_heads"] % (2 * heads) == 0:
+        heads *= 2
+    return {
+        "BLOCK_T": rows_of(dim, warps) // heads,
+        "variant": "hopper",
+        "BLOCK_HEADS": heads,
+        "num_warps": warps,
+        "programs_per_core": per_core,
+        "PDL": True,
+        **FIXED,
+    }
+
+
+# What the portable body alone can choose.
+FIXED: dict[str, Any] = {"STAGES": 1, "BY_TOKEN": False}
+
+
+def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
+    """Reason why a config of this body cannot be launched; None: it can."""
+    if why := why_unfit(problem, dev):
+        return why
+    if wrong := [f"{n} {v}" for n, v in FIXED.items() if config.get(n, v) != v]:
+        return f"variant hopper has {', '.join(wrong)}"
+    if config["num_warps"] > 4:
+        return f"variant hopper has num_warps of 1, 2 or 4, got {config['num_warps']}"
+    rows = rows_of(problem["head_dim"], config["num_warps"])
+    if config["BLOCK_T"] * config["BLOCK_HEADS"] != rows:
+        got = f"{config['BLOCK_T']} * {config['BLOCK_HEADS']}"
+        return f"variant hopper has BLOCK_T * BLOCK_HEADS of {rows}, got {got}"
+    most = 32 // config["num_warps"]  # of 64 registers a thread
+    if config["programs_per_core"] > most:
+        got = config["programs_per_core"]
+        return f"variant hopper has programs_per_core of at most {most}, got {got}"
+    return None
