@@ -26,6 +26,7 @@ import torch
 
 from tkernels import device, few_rows_hopper
 from tkernels.append_codes import ROUNDER as _ROUNDER
+from tkernels.append_codes import place_of
 from tkernels.device import Device, tl
 from tkernels.few_rows_hopper import register_options
 from tkernels.flash_attn_hopper import is_aligned
@@ -127,16 +128,6 @@ def _scale_of(pairs, dtype: gl.constexpr):
     scale = absmax * 0.007874015748031496 + spoilt  # 1 / 127
     inverse = _inverse(gl.where(absmax > 0, absmax, 1.0))
     return scale, gl.where(absmax > 0, inverse, 0.0)
-
-
-@gluon.jit
-def _place_of(position, head, N_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Where a position and head are in [num_blocks, num_kv_heads, block_size], in 32 bits."""
-    if BLOCK_SIZE & (BLOCK_SIZE - 1) == 0:
-        inside = position & (BLOCK_SIZE - 1)
-    else:
-        inside = position % BLOCK_SIZE
-    return (position - inside) * N_HEADS + inside + head * BLOCK_SIZE
 
 
 @gluon.jit
@@ -329,7 +320,7 @@ def _append_rests_hopper_kernel(
     after = _positions(first + step, slot_mapping_ptr, n_tokens, n_positions, row, BLOCK_HEADS)
     tau = gl.load(tau_ptr + head)
     most = gl.where(tau < 0, -1.0, tau * tau)
-    place = _place_of(position, head, N_HEADS, BLOCK_SIZE)
+    place = place_of(position, head, N_HEADS, BLOCK_SIZE)
     slot = gl.load(slots_ptr + place, mask=position >= 0, other=_NO_SLOT)
     for tile in range(first, n_tiles, step):
         pairs = _pairs_of_lane(x, lanes)
@@ -337,7 +328,7 @@ def _append_rests_hopper_kernel(
         if tile + step < n_tiles:
             position = after
             x = _numbers(tile + step, x_ptr, stride_xt, n_tokens, read_row, BLOCK_HEADS)
-            place = _place_of(position, head, N_HEADS, BLOCK_SIZE)
+            place = place_of(position, head, N_HEADS, BLOCK_SIZE)
             slot = gl.load(slots_ptr + place, mask=position >= 0, other=_NO_SLOT)
             after = _positions(
                 tile + 2 * step, slot_mapping_ptr, n_tokens, n_positions, row, BLOCK_HEADS)
