@@ -83,19 +83,22 @@ def test_a_piece_fits_the_workspace() -> None:
 def test_which_rows_are_many() -> None:
     for n, k, least in ((4096, 4096, 65), (12288, 4096, 129), (24576, 4096, 257)):
         assert w4a16_gemm_unpacked.least_rows(n, k) == least
-        for m in (1, 64, least - 1, least, 4096):
-            problem = w4_problem(m, n, k)
+        for m in (1, 64, least - 1, least, 2049, 4096):
             for arch in (80, 90):
-                config = SPEC.default_config(problem, sm_facts(arch))
-                assert (config["variant"] == "unpacked") == (m >= least), (m, arch)
-                assert SPEC.why_illegal(config, problem, sm_facts(arch)) is None
+                # Where there is another body for many rows, and where that does not fit.
+                for scale in (torch.bfloat16, torch.float32):
+                    problem = w4_problem(m, n, k, scale=scale)
+                    config = SPEC.default_config(problem, sm_facts(arch))
+                    from_here = 2049 if arch == 90 and scale == torch.bfloat16 else least
+                    assert (config["variant"] == "unpacked") == (m >= from_here), (m, arch, scale)
+                    assert SPEC.why_illegal(config, problem, sm_facts(arch)) is None
 
 
 def test_fp16_of_fp32_scales_is_left_to_others(dev: torch.device) -> None:
     """Weights of 70000 and of 3e-9 have no fp16, results of them may."""
     problem = w4_problem(300, 16, 256, torch.float16, group=256, scale=torch.float32)
-    config = SPEC.default_config(problem, sm_facts(90))
-    assert config["variant"] != "unpacked"
+    for arch in (80, 90):
+        assert SPEC.default_config(problem, sm_facts(arch))["variant"] != "unpacked"
     why = SPEC.why_illegal(config_of(), problem, sm_facts(90))
     assert why is not None
     assert "scales in fp32 may not fit" in why
@@ -120,7 +123,7 @@ def test_parameters_are_read_without_gradients(bias: torch.dtype, dev: torch.dev
 
 
 def test_what_it_has_no_choice_of() -> None:
-    problem = w4_problem(512, 4096, 4096)
+    problem = w4_problem(4096, 4096, 4096)
     config = SPEC.default_config(problem, sm_facts(90))
     for changes, words in (
         ({"SPLIT_K": 2}, "variant unpacked has"),

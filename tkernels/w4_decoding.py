@@ -23,22 +23,39 @@ else:
     gl, gluon = few.gl, few.gluon
 
 PARTS_OF_ONE = gl.constexpr(64.0)  # in bf16: codes are counted in these
+UNIT = gl.constexpr(65536.0)  # weights of ``_scaled_steps`` are counted in these
 
 
-def _in_bf16(zero: bool) -> str:
+def _in_bf16(zero: bool, scaled: bool = False) -> str:
     """PTX from two int16 of four codes each to pairs of (q - zero) / 64 in bf16.
 
-    ``zero``: $5 has, twice, -zero / 64; without it zero is 8.
+    ``zero``: $5 has, twice, -zero / 64; without it zero is 8. ``scaled``: times what the last
+    operand has.
     """
     text = "{.reg .b32 t, l, s0, s1; mov.b32 s0, 0x7f007f00; mov.b32 s1, 0x7d007d00;"
     text += f"mov.b32 l, {'$5' if zero else '0xbe00be00'}; shr.u32 t, $4, 8;"
     for i in range(4):
         text += f"and.b32 ${i}, {('$4', 't')[i // 2]}, {('0x000f000f', '0x00f000f0')[i % 2]};"
         text += f"fma.rn.bf16x2 ${i}, ${i}, s{i % 2}, l;"
+        if scaled:
+            text += f"mul.rn.bf16x2 ${i}, ${i}, ${5 + zero};"
     return text + "}"
 
 
-def _in_fp16(zero: bool) -> str:
+def _in_units() -> str:
+    """PTX from two int16 of four codes each to pairs of (q - 8) * scale / UNIT in bf16.
+
+    $5 and $6 have what multiplies codes in their low and in their high place, $7 what stands for
+    -8: each an exact multiple of the scale, so that only the weight is rounded.
+    """
+    text = "{.reg .b32 t; shr.u32 t, $4, 8;"
+    for i in range(4):
+        text += f"and.b32 ${i}, {('$4', 't')[i // 2]}, {('0x000f000f', '0x00f000f0')[i % 2]};"
+        text += f"fma.rn.bf16x2 ${i}, ${i}, ${5 + i % 2}, $7;"
+    return text + "}"
+
+
+def _in_fp16(zero: bool, scaled: bool = False) -> str:
     """PTX from two int16 of four codes each to pairs of q - zero: codes 0, 1, 2 and 3 of both.
 
     1024 + q, where a code may also stand four bits higher and add 16 q. ``zero``: $5 has, twice,
@@ -56,13 +73,52 @@ def _in_fp16(zero: bool) -> str:
         mask = ("0x000f000f", "0x00f000f0")[i % 2]
         text += f"lop3.b32 ${i}, t, {mask}, e, 0xea;"  # t & mask | e
         text += f"fma.rn.f16x2 ${i}, ${i}, s, h;" if i % 2 else f"add.rn.f16x2 ${i}, ${i}, l;"
+        if scaled:
+            text += f"mul.rn.f16x2 ${i}, ${i}, ${5 + zero};"
     return text + "}"
 
 
 _BF16, _BF16_ZERO = gl.constexpr(_in_bf16(False)), gl.constexpr(_in_bf16(True))
 _FP16, _FP16_ZERO = gl.constexpr(_in_fp16(False)), gl.constexpr(_in_fp16(True))
+_BF16_SCALED, _BF16_ZERO_SCALED = (gl.constexpr(_in_bf16(zero, True)) for zero in (False, True))
+_FP16_SCALED, _FP16_ZERO_SCALED = (gl.constexpr(_in_fp16(zero, True)) for zero in (False, True))
+_UNITS = gl.constexpr(_in_units())
 
 # fmt: off
+
+
+@gluon.jit
+def _scaled_steps(halves, scale):
+    """(q - 8) * scale / UNIT of codes 0, 1, 2 and 3 of int16, rounded once; bf16 scales to 2^11."""
+    wide = scale.to(gl.float32)
+    return gl.inline_asm_elementwise(
+        _UNITS, "=&r,=&r,=&r,=&r,r,r,r,r",
+        [halves, (wide * (2.0**100) * (2.0**17)).to(gl.bfloat16),
+         (wide * (2.0**100) * (2.0**13)).to(gl.bfloat16), (wide * (-8.0 / UNIT)).to(gl.bfloat16)],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
+
+
+@gluon.jit
+def _scaled_numbers(halves, zero, scale, HAS_ZERO: gl.constexpr):
+    """``_numbers`` times ``scale``, rounded."""
+    if gl.float16 == scale.dtype:
+        if HAS_ZERO:
+            numbers = gl.inline_asm_elementwise(
+                _FP16_ZERO_SCALED, "=&r,=&r,=&r,=&r,r,r,r", [halves, zero, scale],
+                dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2)
+        else:
+            numbers = gl.inline_asm_elementwise(
+                _FP16_SCALED, "=&r,=&r,=&r,=&r,r,r", [halves, scale],
+                dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2)
+    elif HAS_ZERO:
+        numbers = gl.inline_asm_elementwise(
+            _BF16_ZERO_SCALED, "=&r,=&r,=&r,=&r,r,r,r", [halves, zero, scale],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
+    else:
+        numbers = gl.inline_asm_elementwise(
+            _BF16_SCALED, "=&r,=&r,=&r,=&r,r,r", [halves, scale],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
+    return numbers
 
 
 @gluon.jit

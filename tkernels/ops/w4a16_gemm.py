@@ -13,8 +13,8 @@ place. q - 8 (q - zero) is exact in 16 bits, sums are fp32, and a group's sum is
 what is rounded is what a product of x with exact weights would round. ``variant`` "direct", for few
 rows, reads x as it lies and takes every eighth column in registers; "turned" has it laid out as
 [8, M, K/8] beforehand. ``SLICES`` parts of a step are added by warps of their own. ``variant``
-"core", for few rows on Hopper, is ``w4a16_gemm_core``; "unpacked", for many on any GPU,
-``w4a16_gemm_unpacked``.
+"core", for few rows on Hopper, is ``w4a16_gemm_core``, "wide", for many, ``w4a16_gemm_wide``;
+"unpacked", for many on any GPU, ``w4a16_gemm_unpacked``.
 
 Where few rows are, weights are what is read, once: in flight are stages x BLOCK_N x BLOCK_K / 2
 bytes a program. Few tiles do not fill a chip: then SPLIT_K programs share the K of a tile, each
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from tkernels import device, w4a16_gemm_core, w4a16_gemm_unpacked
+from tkernels import device, w4a16_gemm_core, w4a16_gemm_unpacked, w4a16_gemm_wide
 from tkernels.check import (
     check_dtype,
     check_last_contiguous,
@@ -519,9 +519,11 @@ def w4a16_gemm(
 
     Returns:
         [M, N] of x's dtype. Activations that are NaN or infinite spoil their own rows alone.
-        Products are of exact weights and sums fp32; but of many rows, by default from 65, 129 or
-        257 on, by the size of W, weights and bias are rounded to x's dtype first, in a workspace
-        of 128 MiB or of 256 outputs, and the product is PyTorch's, whose settings hold for it.
+        Products are of exact weights and sums fp32. But of many rows weights are rounded to x's
+        dtype first, as dequantised ones would be: on Hopper by default from 33 rows on (``variant``
+        "wide"; scales of bf16 may be up to 2048 there), else, and above 2048 rows, from 65, 129 or
+        257 on, by the size of W, in a workspace of 128 MiB or of 256 outputs. There ("unpacked")
+        the bias is rounded, too, and the product is PyTorch's, whose settings hold for it.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
@@ -578,15 +580,18 @@ def _plan(
     del other["programs_per_core"]
     every = device.current().max_programs  # the limit that is given is the other body's
     portable = _bind_portable((m, n, k), facts, strides, element, other, every)
-    if not w4a16_gemm_core.fits((strides[0] if m > 1 else 0, *strides[1:])):
+    wide = cfg["variant"] == "wide"
+    body = w4a16_gemm_wide if wide else w4a16_gemm_core
+    if not body.fits((strides[0] if m > 1 else 0, *strides[1:])):
         return portable
-    core = _bind_core((m, n, k), facts, strides, cfg, max_programs)
+    bound = w4a16_gemm_wide.bound if wide else _bind_core
+    chosen = bound((m, n, k), facts, strides, cfg, max_programs)
     addressable = not device.current().compile_only
 
     def by_address(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> None:
-        # Codes and x are copied 16 bytes at a time.
-        odd = addressable and (weight.data_ptr() % 16 or x.data_ptr() % 16)
-        (portable if odd else core)(x, weight, *others)
+        # Codes, and x by "core", are copied 16 bytes at a time.
+        odd = addressable and (weight.data_ptr() % 16 or (not wide and x.data_ptr() % 16))
+        (portable if odd else chosen)(x, weight, *others)
 
     return by_address
 
@@ -797,8 +802,8 @@ def _tuning_key(problem: Problem) -> dict[str, Any]:
     p = problem
     bucket = 8
     while bucket < min(p["m"], 16384):
-        # Apart: tiles of 32 rows once, or twice; and where weights are unpacked, or not yet.
-        bucket *= 2 if bucket < 256 else 4
+        # Apart: tiles of 32 to 256 rows once, or twice; and where weights are unpacked, or not yet.
+        bucket *= 2 if bucket < 4096 else 4
     group = p["group"]
     return {
         "group": "row" if group == p["k"] else group,
@@ -823,22 +828,26 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         return {**space, "programs_per_core": [1]}
     if dev.arch == "sm90":
         space |= {
+            "BLOCK_M": [8, 16, 32, 64, 128, 256],
             "BLOCK_K": [64, 128, 256, 512, 1024],
             "programs_per_core": [0, 1, 2, 3, 4, 6, 8, 16, 32],
         }
+    hopper = dev.arch == "sm90"
     return {
         **space,
-        "variant": ["direct", "turned", "unpacked", *(["core"] if dev.arch == "sm90" else [])],
+        "variant": ["direct", "turned", "unpacked", *(["core", "wide"] if hopper else [])],
         "SLICES": [1, 2, 4, 8],
         "PDL": [False, True] if _has_pdl(dev) else [False],
-        "num_warps": [1, 2, 4, 8],
+        "num_warps": [1, 2, 4, 8, *([12] if hopper else [])],
         "num_stages": [1, 2, 3, 4, 5, 6, 7, 8],
     }
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
-    """That of the Hopper body for few rows, where it can; of many rows weights are unpacked."""
-    core, unpacked = w4a16_gemm_core, w4a16_gemm_unpacked
+    """Those of the Hopper bodies, where they can; of many rows weights are unpacked."""
+    core, wide, unpacked = w4a16_gemm_core, w4a16_gemm_wide, w4a16_gemm_unpacked
+    if core.MOST_ROWS < problem["m"] <= wide.MOST_ROWS and wide.why_unfit(problem, dev) is None:
+        return wide.default_config(problem, dev)
     many = problem["m"] >= unpacked.least_rows(problem["n"], problem["k"])
     if many and unpacked.why_unfit(problem, dev) is None:
         return unpacked.default_config(problem)
@@ -927,11 +936,14 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if variant == "core":
         unfit = w4a16_gemm_core.why_unfit(problem, dev)
         return unfit or w4a16_gemm_core.why_illegal(config, problem, dev)
+    if variant == "wide":
+        unfit = w4a16_gemm_wide.why_unfit(problem, dev)
+        return unfit or w4a16_gemm_wide.why_illegal(config, problem, dev)
     if variant == "unpacked":
         unfit = w4a16_gemm_unpacked.why_unfit(problem, dev)
         return unfit or w4a16_gemm_unpacked.why_illegal(config, dev)
     if variant not in ("direct", "turned"):
-        return f"variant must be direct, turned, unpacked or core, got {variant!r}"
+        return f"variant must be direct, turned, unpacked, core or wide, got {variant!r}"
     if k < 128:
         return f"BLOCK_K must be a power of two from 128 on, got {k}"
     if config["SLICES"] not in (1, 2, 4, 8):
