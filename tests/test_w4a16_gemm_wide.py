@@ -427,13 +427,13 @@ def test_the_same_bits_again(way: Config, dev: torch.device) -> None:
 
 @gpu
 @needs_sm90
-@pytest.mark.parametrize("scale", [2.0**-60, 2.0**-20, 1.0, 2000.0])
+@pytest.mark.parametrize("scale", [2.0**-60, 2.0**-20, 1.0, 1000.0])
 def test_scales_small_and_large(scale: float, dev: torch.device) -> None:
     inputs = w4_inputs(w4_problem(70, 200, 1024), dev)
-    inputs["weight_scale"] = (inputs["weight_scale"].float() * 0 + scale).to(BF16)
-    got = SPEC.launch(**inputs, config=BASE)
-    expected = tkernels.reference.w4a16_gemm(**inputs)
-    assert torch.allclose(got / scale, expected / scale, rtol=1e-2, atol=0.5)
+    inputs["weight_scale"] = (inputs["weight_scale"].float() * scale * 25).to(BF16)
+    got = SPEC.launch(**inputs, config=BASE).double()
+    expected = tkernels.reference.w4a16_gemm(**inputs).double()
+    assert (got - expected).norm() < 4e-3 * expected.norm()
 
 
 @gpu

@@ -377,7 +377,8 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
 
 def default_config(problem: Problem, dev: Device) -> Config:
     """What takes least by ``_work``, with as many stages as fit."""
-    rows = [r for r in (32, 64, 128, 256) if r < 2 * max(17, problem["m"])]
+    least = 32 if problem["m"] <= 32 else 64  # of 32 twice outputs' weights are decoded twice
+    rows = [r for r in (32, 64, 128, 256) if least <= r < 2 * max(32, problem["m"])]
     ways = []
     for r, warps, splits in itertools.product(rows, (8, 12), (1, 2, 3, 4, 6, 8)):
         way = {**FIXED, "BLOCK_M": r, "SPLIT_K": splits, "PDL": True, "num_warps": warps}
