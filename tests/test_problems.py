@@ -130,7 +130,7 @@ SHAPES = {  # of each bench case; of all its kernels where several have one of t
     "1x4096x12288-bf16": "tokens=1,outputs=4096,inputs=12288",
     "16x4096x12288-bf16": "tokens=16,outputs=4096,inputs=12288",
     "16x4096x4096-bf16": "tokens=16,outputs=4096,inputs=4096",
-    **{f"{m}x12288x4096-bf16": f"tokens={m},outputs=12288,inputs=4096" for m in (32, 64)},
+    **{f"{m}x12288x4096-bf16": f"tokens={m},outputs=12288,inputs=4096" for m in (32, 64, 128)},
     **{f"{m}x12288x4096-bf16": f"tokens={m},outputs=12288,inputs=4096" for m in (256, 1024, 4096)},
     **{
         f"{prefix}{m}x{n}x{k}-bf16": f"tokens={m},outputs={n},inputs={k}{more}"
