@@ -90,7 +90,7 @@ def obstacle(ops: Any, *, routing: bool = False) -> str | None:
     if ops is not tkernels:
         return "expected --kernels triton, got torch"
     if check.DEBUG:
-        return "expected no TKERNELS_DEBUG=1, which reads values on the host, got it"
+        return "expected TKERNELS_DEBUG to be off, as it reads values on the host, got it on"
     return "expected no --moe-stats, which would count padding, got it" if routing else None
 
 

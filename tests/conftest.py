@@ -25,7 +25,7 @@ import torch
 
 import tkernels  # before triton: it switches the interpreter on where there is no accelerator
 from tests.interpreter_speed import make_faster
-from tkernels import device
+from tkernels import check, device
 
 if device.current().arch == "interpret" and importlib.util.find_spec("triton"):
     make_faster()
@@ -41,6 +41,12 @@ def _seed() -> None:
 @pytest.fixture
 def dev() -> torch.device:
     return device.tensor_device()
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of indices are not looked at: as on an accelerator, in the interpreter too."""
+    monkeypatch.setattr(check, "DEBUG", False)
 
 
 @pytest.fixture

@@ -163,7 +163,7 @@ def check_offset_values(
 ) -> None:
     """Offsets rise from 0 to at most ``n_tokens`` by at most ``longest``: ``max_seqlen_*``.
 
-    It reads values: for TKERNELS_DEBUG=1 only.
+    It reads values: for TKERNELS_DEBUG only.
     """
     ends = offsets.tolist()
     steps = [after - before for before, after in itertools.pairwise(ends)]

@@ -1,7 +1,9 @@
 """Argument checks that answer with one sentence: op, argument, what was expected, what came.
 
 They look at metadata only (shape, dtype, stride, device), so they never wait for the device and are
-always on. Checks of values, which do wait, belong under ``if check.DEBUG`` (TKERNELS_DEBUG=1).
+always on. Checks of values, which do wait, belong under ``if check.DEBUG``: TKERNELS_DEBUG switches
+them, and unless it is set they are on where kernels run in Triton's interpreter. There is no device
+to wait for there, and an index out of range may end Python without a word.
 """
 
 from __future__ import annotations
@@ -13,7 +15,22 @@ import torch
 
 from tkernels import device
 
-DEBUG = os.environ.get("TKERNELS_DEBUG") == "1"
+_SWITCH = {"0": False, "no": False, "false": False, "1": True, "yes": True, "true": True}
+
+
+def _debug() -> bool:
+    """What TKERNELS_DEBUG says, or else what suits this device."""
+    asked = os.environ.get("TKERNELS_DEBUG", "")
+    if not asked:
+        return device.INTERPRETED
+    if asked.lower() not in _SWITCH:
+        raise ValueError(
+            f"tkernels: TKERNELS_DEBUG must be one of {', '.join(_SWITCH)}, got {asked!r}"
+        )
+    return _SWITCH[asked.lower()]
+
+
+DEBUG = _debug()
 INDEX_DTYPES = (torch.int32, torch.int64)
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

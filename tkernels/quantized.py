@@ -34,7 +34,7 @@ def append_quantized_kv(
         slot_mapping: [n_tokens], int32 or int64: block * block_size + offset. Places below 0 and
             past the cache are skipped; no two tokens may share one, nor may two launches write
             one place at a time: its pool slot is then undefined, and a launch on a GPU may hang.
-            TKERNELS_DEBUG=1 refuses places that two tokens share.
+            TKERNELS_DEBUG refuses places that two tokens share.
         config: launch config; None looks it up.
 
     Raises:

@@ -88,7 +88,7 @@ def check_table(
 
 
 def check_positions(name: str, positions: torch.Tensor, max_pos: int) -> None:
-    """Every position has a row of factors. It reads values: for TKERNELS_DEBUG=1 only."""
+    """Every position has a row of factors. It reads values: for TKERNELS_DEBUG only."""
     low, high = int(positions.min()), int(positions.max())
     if low < 0 or high >= max_pos:
         raise ValueError(

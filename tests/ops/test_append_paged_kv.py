@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any
 
 import pytest
@@ -51,6 +52,7 @@ OUTSIDE_INT32 = [-1, -7, -(2**31), 6, 7, 2**31 - 1]
 OUTSIDE_INT64 = [*OUTSIDE_INT32, 2**31, 2**32 + 1, -(2**32) + 1, 2**63 - 1, -(2**63)]
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("index", "outside"),
     [(torch.int32, OUTSIDE_INT32), (torch.int64, OUTSIDE_INT64)],
@@ -74,6 +76,7 @@ def test_slots_outside_the_pool_are_skipped(
         assert torch.equal(now, old)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_empty_pool_and_no_tokens(dev: torch.device) -> None:
     k = torch.randn(2, 3, 8, device=dev)
     empty = torch.empty(0, 16, 3, 8, device=dev)
@@ -84,6 +87,7 @@ def test_empty_pool_and_no_tokens(dev: torch.device) -> None:
     assert bool((pool == 7.0).all())
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_debug_names_a_slot_past_the_end(
     monkeypatch: pytest.MonkeyPatch, dev: torch.device
 ) -> None:
@@ -102,10 +106,8 @@ def test_debug_names_a_slot_past_the_end(
     SPEC.launch(**inputs)
 
 
-@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), (None, False)])
-def test_debug_is_switched_by_the_environment(
-    monkeypatch: pytest.MonkeyPatch, value: str | None, expected: bool
-) -> None:
+def debug_in(monkeypatch: pytest.MonkeyPatch, value: str | None) -> bool:
+    """``check.DEBUG`` of a process in which TKERNELS_DEBUG is ``value``."""
     if value is None:
         monkeypatch.delenv("TKERNELS_DEBUG", raising=False)
     else:
@@ -115,7 +117,32 @@ def test_debug_is_switched_by_the_environment(
     assert spec.loader is not None
     fresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fresh)
-    assert fresh.DEBUG is expected
+    found: bool = fresh.DEBUG
+    return found
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_debug_is_switched_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch, interpreted: bool
+) -> None:
+    """Unless it is, values are checked where a bad one could end Python: in the interpreter."""
+    monkeypatch.setattr("tkernels.device.INTERPRETED", interpreted)
+    for on in ("1", "yes", "true", "True", "YES"):
+        assert debug_in(monkeypatch, on) is True
+    for off in ("0", "no", "false", "False", "NO"):
+        assert debug_in(monkeypatch, off) is False
+    for unset in (None, ""):
+        assert debug_in(monkeypatch, unset) is interpreted
+    for odd in ("2", "on", " 1", "debug"):
+        expected = f"^tkernels: TKERNELS_DEBUG must be one of 0, no, false, .*, got {odd!r}$"
+        with pytest.raises(ValueError, match=expected):
+            debug_in(monkeypatch, odd)
+
+
+@pytest.mark.skipif(not device.INTERPRETED, reason="an index out of range ends Python there alone")
+@pytest.mark.skipif("TKERNELS_DEBUG" in os.environ, reason="the test run chose for itself")
+def test_the_interpreter_checks_values() -> None:
+    assert check.DEBUG
 
 
 def one_storage(dev: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -257,6 +257,7 @@ def test_offsets_past_2_to_the_31(dev: torch.device, far_axis: int) -> None:
         assert torch.equal(out, e)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_positions_out_of_range(dev: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs(dev)
     x["positions"][2] = 1000

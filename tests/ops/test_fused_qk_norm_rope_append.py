@@ -93,6 +93,7 @@ def test_other_slots_keep_their_bits(dtype: torch.dtype, dev: torch.device) -> N
     assert torch.equal(written, bits(parts(x)[2])[[0, 1, 3]])
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 def test_tokens_without_a_slot_get_their_q(index: torch.dtype, dev: torch.device) -> None:
     outside = OUTSIDE_INT32 if index == torch.int32 else OUTSIDE_INT64
@@ -109,6 +110,7 @@ def test_tokens_without_a_slot_get_their_q(index: torch.dtype, dev: torch.device
             assert torch.equal(bits(x[n]), old)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_no_slots_and_no_tokens(dev: torch.device) -> None:
     for shape in ((0, 3, 2, 16), (4, 0, 2, 16)):
         x = cached(dev, head_dim=16)
@@ -204,6 +206,7 @@ def test_addresses_past_2_31_elements(heads_lie_far_apart: bool, dev: torch.devi
         assert bool((ours[1:7] == -1.0).all())
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_debug_reads_slots_and_positions(
     monkeypatch: pytest.MonkeyPatch, dev: torch.device
 ) -> None:

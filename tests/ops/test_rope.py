@@ -303,6 +303,7 @@ def test_errors(dev: torch.device, change: dict[str, Any], words: str) -> None:
         rope(**{**inputs(dev), **change})
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("position", [-1, 50, 2**31, 2**40])
 def test_positions_out_of_range_are_harmless(
     dev: torch.device, position: int, monkeypatch: pytest.MonkeyPatch

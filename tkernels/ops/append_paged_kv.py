@@ -165,7 +165,7 @@ def append_paged_kv(
         v_cache: shape and dtype of ``k_cache``, own strides. Written.
         slot_mapping: [n_tokens], int32 or int64: block * block_size + offset. A negative slot is
             skipped, and so is one >= num_blocks * block_size, which is an error (and found out)
-            only under TKERNELS_DEBUG=1. No two tokens may share a slot: either could win.
+            only under TKERNELS_DEBUG. No two tokens may share a slot: either could win.
         config: launch config; None looks it up.
 
     Raises:

@@ -365,7 +365,7 @@ def flash_attn(
         cu_seqlens_q, cu_seqlens_k: int32 [num_sequences + 1], where each packed sequence begins,
             and where the last one ends. What lies behind is not computed.
         max_seqlen_q, max_seqlen_k: at least the longest sequence's tokens; given with cu_seqlens,
-            and like them not checked against their values but under TKERNELS_DEBUG=1.
+            and like them not checked against their values but under TKERNELS_DEBUG.
         causal: the query at position p sees keys 0 to p; the last query stands at the last key.
         window: it sees keys p - window + 1 to p only. Needs ``causal``.
         scale: factor of the scores; None is head_dim ** -0.5.

@@ -223,7 +223,7 @@ def fused_qk_norm_rope(
         cos_sin_cache: fp32 [max_pos, rotary_dim], contiguous; cosines, then sines. rotary_dim is
             even and <= D; dimensions behind it are normed but not rotated.
         positions: [T], int32 or int64, contiguous, each in [0, max_pos). Others give the factors of
-            the nearest valid position; TKERNELS_DEBUG=1 refuses them.
+            the nearest valid position; TKERNELS_DEBUG refuses them.
         num_heads: q heads, >= 1.
         num_kv_heads: k heads (and v heads), >= 1.
         eps: added to the mean square; > 0.

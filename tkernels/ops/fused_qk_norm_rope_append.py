@@ -232,7 +232,7 @@ def fused_qk_norm_rope_append(
         cos_sin_cache: fp32 [max_pos, rotary_dim], contiguous; cosines, then sines. rotary_dim is
             even and <= D; dimensions behind it are normed but not rotated.
         positions: [T], int32 or int64, contiguous, each in [0, max_pos). Others give the factors of
-            the nearest valid position; TKERNELS_DEBUG=1 refuses them.
+            the nearest valid position; TKERNELS_DEBUG refuses them.
         k_cache: [num_blocks, block_size, num_kv_heads, D] of the dtype of ``qkv``; any strides but
             the last. Written.
         v_cache: shape and dtype of ``k_cache``, own strides. Written.

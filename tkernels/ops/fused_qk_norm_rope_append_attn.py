@@ -350,7 +350,7 @@ def fused_qk_norm_rope_append_attn(
         cos_sin_cache: fp32 [max_pos, D], contiguous; cosines, then sines: the whole head turns,
             dimension i with i + D / 2.
         positions: [B], int32 or int64, contiguous, each in [0, max_pos). Others give the factors of
-            the nearest valid position; TKERNELS_DEBUG=1 refuses them.
+            the nearest valid position; TKERNELS_DEBUG refuses them.
         k_cache: [num_blocks, block_size, num_kv_heads, D] of the dtype of ``qkv``, block_size a
             power of two from 16 on; any strides but the last. Written.
         v_cache: shape and dtype of ``k_cache``, own strides. Written.
@@ -390,7 +390,7 @@ def fused_qk_norm_rope_append_attn(
 
 
 def _check_values(*tensors: torch.Tensor) -> None:
-    """What the kernel relies on. It reads values: for TKERNELS_DEBUG=1 only."""
+    """What the kernel relies on. It reads values: for TKERNELS_DEBUG only."""
     qkv, _, _, cos_sin_cache, positions, k_cache, _, slots, block_table, context_lens, _ = tensors
     rotary.check_positions(_OP, positions, cos_sin_cache.shape[0])
     under_name(_OP, append._check_slots, slots, k_cache.shape[0] * k_cache.shape[1])

@@ -487,7 +487,7 @@ def paged_attn(
         context_lens: int32 [batch], tokens of each sequence in the cache, those of q included; at
             most max_blocks * block_size. 0 stands for padding.
         cu_seqlens_q: int32 [batch + 1], where the tokens of each sequence begin in q; None: one
-            token a sequence. Values of these three are checked under TKERNELS_DEBUG=1 only. With
+            token a sequence. Values of these three are checked under TKERNELS_DEBUG only. With
             ``PDL`` it and context_lens are read before kernels of this library that were launched
             just before have ended, so those must not write them.
         max_seqlen_q: at least the most tokens of a sequence in q, given with cu_seqlens_q. What a
@@ -958,7 +958,7 @@ def check_values(
     max_seqlen_q: int,
     window: int | None,
 ) -> None:
-    """What the kernel relies on. It reads values: for TKERNELS_DEBUG=1 only."""
+    """What the kernel relies on. It reads values: for TKERNELS_DEBUG only."""
     num_blocks, block_size = k_cache.shape[:2]
     capacity = block_table.shape[1] * block_size
     starts = list(range(len(q) + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()

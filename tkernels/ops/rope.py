@@ -256,7 +256,7 @@ def rope(
         cos_sin_cache: fp32 [max_pos, rotary_dim], contiguous; cosines, then sines. rotary_dim is
             even and <= D.
         positions: [T], int32 or int64, contiguous, each in [0, max_pos). Others give the factors of
-            the nearest valid position; TKERNELS_DEBUG=1 refuses them.
+            the nearest valid position; TKERNELS_DEBUG refuses them.
         interleaved: pair dimension 2i with 2i + 1 (GPT-J) instead of i with i + rotary_dim / 2.
         q_out: where rotated q goes, shape and dtype of ``q``, own strides. May be ``q`` itself (the
             dimensions behind rotary_dim are then not touched); no other overlap is allowed.
