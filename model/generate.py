@@ -425,6 +425,8 @@ def _kv_summary(kv: dict[str, Any]) -> str:
     if kv["mode"] == "none":
         return ""
     text = f" | KV cache {kv['mode']}, {kv['bytes_per_token']:.0f} bytes a token"
+    if "fp4" in kv["mode"]:
+        text += f", residuals of {kv['residuals']} vectors kept"
     if kv["residuals_dropped"]:
         text += f", {kv['residuals_dropped']} residuals left out (their pool was full)"
     return text

@@ -54,19 +54,27 @@ class KVCache:
                 if not part.is_static:
                     part.scale[target] = part.scale[source]
 
+    def num_residuals(self, blocks: Sequence[int] | None = None) -> int:
+        """Residuals that tokens in these blocks have, or in all. Waits for the device."""
+        held = [part.slots for part in self.quantized if part.slots is not None]
+        if blocks is not None and held:
+            chosen = torch.tensor(blocks, dtype=torch.int64, device=held[0].device)
+            held = [slots.index_select(0, chosen) for slots in held]
+        return int(sum((slots != NO_SLOT).sum() for slots in held))
+
     def statistics(self) -> dict[str, Any]:
-        """Bytes held, a token's bytes (all layers and heads), and residuals kept and left out."""
+        """Bytes held, a token's bytes (all layers and heads), and residuals held now and left out
+        so far."""
         parts = self.quantized
         tensors = [part for part in (*self.k, *self.v) if isinstance(part, torch.Tensor)]
         held = sum(t.nbytes for t in tensors) + sum(part.num_bytes() for part in parts)
         first = parts[0].codes if parts else tensors[0]
-        kept = [part.slots != NO_SLOT for part in parts if part.slots is not None]
         dropped = [part.dropped for part in parts if part.dropped is not None]
         return {
             "mode": parts[0].mode if parts else "none",
             "bytes": held,
             "bytes_per_token": held / (first.shape[0] * first.shape[1]),
-            "residuals": sum(int(t.sum()) for t in kept),
+            "residuals": self.num_residuals(),
             "residuals_dropped": sum(int(t.sum()) for t in dropped),
         }
 

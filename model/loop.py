@@ -44,7 +44,8 @@ class Times:
     prefill_tokens: int = 0
     decode_steps_s: list[float] = field(default_factory=list)
     decode_tokens: int = 0
-    kv_cache: dict[str, Any] = field(default_factory=dict)  # KVCache.statistics at the end
+    # KVCache.statistics at the end; residuals are those of sequences that have ended, too.
+    kv_cache: dict[str, Any] = field(default_factory=dict)
     graphs: dict[str, Any] | None = None  # with graphs: their sizes, bytes, and time of capture
     # With a fallback: Watch.report of each prompt that has ended, by its index.
     fallback: dict[int, dict[str, Any] | None] = field(default_factory=dict)
@@ -111,6 +112,7 @@ def generate(
     )
     replies = [Reply(len(ids)) for ids in prompts]
     times = Times()
+    residuals = 0  # of sequences that have ended, which took them along
 
     def one(index: int) -> _Running:
         seed = secrets.randbits(63) if params.seed is None else params.seed + index
@@ -129,6 +131,7 @@ def generate(
 
     def step(running: list[_Running], tokens: list[int]) -> list[_Running]:
         """Take a token for each sequence; those that go on."""
+        nonlocal residuals
         if times.first_token_s is None:
             times.first_token_s = time.perf_counter() - started
         going = []
@@ -138,6 +141,7 @@ def generate(
             else:
                 if runner.watch is not None:
                     times.fallback[r.index] = runner.watch.report(r.sequence)
+                residuals += runner.cache.num_residuals(r.sequence.block_ids)
                 runner.release(r.sequence)
                 if on_done:
                     on_done(r.index)
@@ -169,6 +173,7 @@ def generate(
     except KeyboardInterrupt:
         pass  # the replies so far say "interrupted"
     times.kv_cache = runner.cache.statistics()
+    times.kv_cache["residuals"] += residuals
     return replies, times
 
 

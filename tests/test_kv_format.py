@@ -131,6 +131,21 @@ def test_bytes_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
+    ("blocks", "slots"), [(1, 16), (2, 32), (3, 32), (44, 32), (46, 33), (1000, 720)]
+)
+def test_slots_unless_a_share_is_given(blocks: int, slots: int) -> None:
+    """4.5% of few positions would be next to none, and outliers come in bunches."""
+    cache = allocate_quantized(blocks, 16, 2, 64, tau=0.01)
+    assert cache.residual is not None
+    assert cache.free_count is not None
+    assert cache.residual.shape[1] == slots
+    assert cache.free_count.tolist() == [slots, slots]
+    asked = allocate_quantized(blocks, 16, 2, 64, tau=0.01, outlier_share=1 / 16)
+    assert asked.residual is not None
+    assert asked.residual.shape[1] == blocks
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"mode": "none"}, "mode must be one of int8, .*got 'none'"),

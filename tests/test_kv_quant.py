@@ -158,6 +158,27 @@ def test_kernels_and_their_references_agree(mode: str, calibration: Path) -> Non
     torch.testing.assert_close(found[0], found[1], atol=most, rtol=0)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_residuals_of_sequences_that_ended_are_told(
+    batch: int, tmp_path: Path, capsys: Any
+) -> None:
+    """Every token is an outlier; few all find room, and leave it when their sequence ends."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abc\nabcdefg\n")
+    argv = ["--model", str(make_folder(tmp_path / "m", None, NAME)), "--prompts", str(prompts)]
+    argv += ["--max-tokens", "3", "--ignore-eos", "--batch-size", str(batch)]
+    argv += ["--kv-cache", "int8_fp4", "--kv-tau", "0"]
+    assert generate.main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    config, tokens = tiny(NAME).ours.config, [r["prompt_tokens"] for r in found["replies"]]
+    kept = sum(n + 2 for n in tokens)  # of three new tokens the last is in no cache
+    kept *= 2 * config.num_layers * config.num_kv_heads
+    assert found["stats"]["kv_cache"]["residuals"] == kept
+    assert found["stats"]["kv_cache"]["residuals_dropped"] == 0
+    assert generate.main(argv) == 0
+    assert f" bytes a token, residuals of {kept} vectors kept" in capsys.readouterr().err
+
+
 def test_a_full_pool_is_told(calibration: Path, capsys: Any) -> None:
     one = runner(chosen("int8_fp4", calibration, tau=0.0))  # every token is an outlier
     one.prefill([SequenceState(ids(100))])

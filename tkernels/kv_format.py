@@ -38,6 +38,10 @@ from tkernels.check import describe
 MODES = ("none", "int8", "int8_static", "int8_fp4", "int8_static_fp4")
 NO_SLOT = -1  # 0xFFFF: slots are unsigned 16-bit numbers in an int16 tensor
 MOST_SLOTS = 0xFFFF
+# Slots a KV head where none are asked for: a share of the positions (for 4% outliers, and an eighth
+# more), and of few positions so many, as outliers come in bunches: a prompt's first tokens, say.
+SHARE = 0.045
+LEAST_SLOTS = 32
 
 # Mantissa bits of each 4-bit format. The lower three bits of a code are exponent and mantissa; they
 # go where fp32 has its own, and times 2^126 that is the magnitude, subnormal ones included:
@@ -129,7 +133,7 @@ def allocate_quantized(
     mode: str = "int8_fp4",
     tau: float | torch.Tensor | None = None,
     static_scale: torch.Tensor | None = None,
-    outlier_share: float = 0.045,
+    outlier_share: float | None = None,
     residual_format: str = "e2m1",
     residual_block: int | None = None,
     device: torch.device | str | None = None,
@@ -149,7 +153,8 @@ def allocate_quantized(
             calibration.
         static_scale: for static modes: fp32 [num_kv_heads, head_dim], all above 0 (which would have
             to be waited for, and is not looked at), copied.
-        outlier_share: slots in the pool, as a share of positions; at most 65535 a KV head.
+        outlier_share: slots in the pool, as a share of positions; at most 65535 a KV head. None is
+            0.045, and at least 32 slots, or one a position where there are fewer.
         residual_format: of ``MANTISSA_BITS``.
         residual_block: channels that share a scale, 16 or 32; None is 32 where head_dim / 2 has
             whole blocks of it, and 16 elsewhere.
@@ -192,7 +197,9 @@ def allocate_quantized(
             f"{name}: tau must be a number or fp32 [num_kv_heads={num_kv_heads}], "
             f"got {describe(tau)}"
         )
-    if not _is_number(outlier_share) or not 0 < outlier_share < math.inf:
+    if outlier_share is not None and not (
+        _is_number(outlier_share) and 0 < outlier_share < math.inf
+    ):
         raise ValueError(f"{name}: outlier_share must be a number above 0, got {outlier_share!r}")
     if head_dim % 32:
         raise ValueError(f"{name}: head_dim must divide by 32 for mode {mode}, got {head_dim}")
@@ -207,7 +214,7 @@ def allocate_quantized(
             f"{name}: residual_block must be 16 or 32 and divide head_dim / 2 = {head_dim / 2:g}, "
             f"got {block}"
         )
-    n = min(MOST_SLOTS, max(1, round(outlier_share * num_blocks * block_size)))
+    n = _num_slots(outlier_share, num_blocks * block_size)
     threshold = tau if isinstance(tau, torch.Tensor) else torch.tensor(float(tau))
     taus = torch.empty(num_kv_heads, dtype=torch.float32, device=device)
     return QuantizedKV(
@@ -224,6 +231,13 @@ def allocate_quantized(
         tau=taus.copy_(threshold.expand(num_kv_heads)),
         residual_format=residual_format,
     )
+
+
+def _num_slots(share: float | None, positions: int) -> int:
+    """Slots in the pool of a KV head."""
+    least = min(LEAST_SLOTS, positions) if share is None else 1
+    wanted = round((SHARE if share is None else share) * positions)
+    return min(MOST_SLOTS, max(1, least, wanted))
 
 
 def _is_number(value: object) -> bool:
