@@ -322,7 +322,8 @@ def test_random_problems_match_the_reference(seed: int, dev: torch.device) -> No
 
 
 def cache_of(dev: torch.device, tokens: int, **more: Any) -> QuantizedKV:
-    more = {"tau": TAU, "outlier_share": 1.0, **more}
+    if "fp4" in more.get("mode", "int8_fp4"):
+        more = {"tau": TAU, "outlier_share": 1.0, **more}
     return allocate_quantized(-(-tokens // BLOCK), BLOCK, HEADS, DIM, device=dev, **more)
 
 

@@ -34,7 +34,8 @@ each_format = pytest.mark.parametrize("name", VALUES)
 
 
 def cache_of(tokens: int, heads: int = 2, dim: int = 64, **more: Any) -> QuantizedKV:
-    more = {"tau": 0.013, "outlier_share": 1.0, **more}
+    if "fp4" in more.get("mode", "int8_fp4"):
+        more = {"tau": 0.013, "outlier_share": 1.0, **more}
     return allocate_quantized(-(-tokens // 4), 4, heads, dim, **more)
 
 
@@ -115,7 +116,8 @@ def test_a_static_scale_saturates_and_the_residual_mends_it() -> None:
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_bytes_are_those_of_the_storage(mode: str) -> None:
     static = torch.ones(8, 128) if "static" in mode else None
-    cache = allocate_quantized(512, 16, 8, 128, mode=mode, tau=0.01, static_scale=static)
+    tau = 0.01 if "fp4" in mode else None
+    cache = allocate_quantized(512, 16, 8, 128, mode=mode, tau=tau, static_scale=static)
     assert cache.mode == mode
     stored = sum(t.untyped_storage().nbytes() for t in cache if isinstance(t, torch.Tensor))
     assert cache.num_bytes() == stored
@@ -153,6 +155,7 @@ def test_slots_unless_a_share_is_given(blocks: int, slots: int) -> None:
         ({"mode": "int8_static"}, r"static_scale must be fp32 \[num_kv_heads=2, .* got None"),
         ({"residual_format": "e4m3"}, "residual_format must be one of .*, got 'e4m3'"),
         ({"residual_block": 8}, "residual_block must be 16 or 32 and divide .* = 32, got 8"),
+        ({"residual_block": 0}, "residual_block must be 16 or 32 and divide .* = 32, got 0"),
         ({"tau": "0.01"}, r"tau must be a number or fp32 \[num_kv_heads=2\], got '0.01' \(str\)"),
         ({"tau": [0.1, 0.1]}, r"tau must be a number or fp32 .*, got \[0.1, 0.1\] \(list\)"),
         ({"outlier_share": "all"}, "outlier_share must be a number above 0, got 'all'"),
@@ -165,6 +168,32 @@ def test_slots_unless_a_share_is_given(blocks: int, slots: int) -> None:
 def test_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"^allocate_quantized: {words}"):
         cache_of(8, **change)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize(
+    ("argument", "value", "users"),
+    [
+        ("static_scale", torch.ones(2, 64), "a static"),
+        ("tau", 0.0, "an fp4"),
+        ("tau", torch.zeros(2), "an fp4"),
+        ("outlier_share", 0.1, "an fp4"),
+        ("residual_format", "e2m1", "an fp4"),
+        ("residual_block", 32, "an fp4"),
+    ],
+)
+def test_what_a_mode_does_not_use_is_refused(
+    mode: str, argument: str, value: Any, users: str
+) -> None:
+    wanted = {"static_scale": torch.ones(2, 64)} if "static" in mode else {}
+    wanted |= {"tau": 0.1} if "fp4" in mode else {}
+    given = {**wanted, "mode": mode, argument: value}
+    if users.split()[1] in mode:
+        assert allocate_quantized(2, 4, 2, 64, **given).mode == mode
+        return
+    words = f"^allocate_quantized: {argument} must be None for mode {mode}, as only {users} mode "
+    with pytest.raises(ValueError, match=f"{words}uses it, got "):
+        allocate_quantized(2, 4, 2, 64, **given)
 
 
 @pytest.mark.parametrize("place", range(4))

@@ -134,7 +134,7 @@ def allocate_quantized(
     tau: float | torch.Tensor | None = None,
     static_scale: torch.Tensor | None = None,
     outlier_share: float | None = None,
-    residual_format: str = "e2m1",
+    residual_format: str | None = None,
     residual_block: int | None = None,
     device: torch.device | str | None = None,
 ) -> QuantizedKV:
@@ -155,16 +155,27 @@ def allocate_quantized(
             to be waited for, and is not looked at), copied.
         outlier_share: slots in the pool, as a share of positions; at most 65535 a KV head. None is
             0.045, and at least 32 slots, or one a position where there are fewer.
-        residual_format: of ``MANTISSA_BITS``.
+        residual_format: of ``MANTISSA_BITS``; None is e2m1.
         residual_block: channels that share a scale, 16 or 32; None is 32 where head_dim / 2 has
             whole blocks of it, and 16 elsewhere.
 
     Raises:
-        ValueError: a value out of range, or one that the mode wants and that is missing.
+        ValueError: a value out of range, one that the mode wants and that is missing, or one that
+            it does not use.
     """
     name = "allocate_quantized"
     if mode not in MODES[1:]:
         raise ValueError(f"{name}: mode must be one of {', '.join(MODES[1:])}, got {mode!r}")
+    _check_used(
+        mode,
+        {"static_scale": static_scale},
+        {
+            "tau": tau,
+            "outlier_share": outlier_share,
+            "residual_format": residual_format,
+            "residual_block": residual_block,
+        },
+    )
     sizes = {"block_size": block_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     for argument, size in {"num_blocks": num_blocks, **sizes}.items():
         least = 0 if argument == "num_blocks" else 1
@@ -203,12 +214,15 @@ def allocate_quantized(
         raise ValueError(f"{name}: outlier_share must be a number above 0, got {outlier_share!r}")
     if head_dim % 32:
         raise ValueError(f"{name}: head_dim must divide by 32 for mode {mode}, got {head_dim}")
+    residual_format = "e2m1" if residual_format is None else residual_format
     if residual_format not in MANTISSA_BITS:
         raise ValueError(
             f"{name}: residual_format must be one of {', '.join(MANTISSA_BITS)}, "
             f"got {residual_format!r}"
         )
-    block = residual_block or (32 if head_dim % 64 == 0 else 16)
+    block = residual_block
+    if block is None:
+        block = 32 if head_dim % 64 == 0 else 16
     if block not in (16, 32) or head_dim % (2 * block):
         raise ValueError(
             f"{name}: residual_block must be 16 or 32 and divide head_dim / 2 = {head_dim / 2:g}, "
@@ -231,6 +245,17 @@ def allocate_quantized(
         tau=taus.copy_(threshold.expand(num_kv_heads)),
         residual_format=residual_format,
     )
+
+
+def _check_used(mode: str, static: dict[str, object], residual: dict[str, object]) -> None:
+    """Raise ValueError where an argument is given that only other modes look at."""
+    for part, words, given in (("static", "a static", static), ("fp4", "an fp4", residual)):
+        for argument, value in given.items():
+            if value is not None and part not in mode:
+                raise ValueError(
+                    f"allocate_quantized: {argument} must be None for mode {mode}, as only "
+                    f"{words} mode uses it, got {describe(value)}"
+                )
 
 
 def _num_slots(share: float | None, positions: int) -> int:

@@ -115,17 +115,20 @@ def _empty_cache(
 ) -> QuantizedKV:
     """With thresholds and static scales ``factor`` times what the inputs want."""
     heads, dim = problem["num_kv_heads"], problem["head_dim"]
-    static = problem["static"]
+    static, residuals = problem["static"], problem["residual_block"] > 0
+    of_residuals: dict[str, Any] = {
+        # Where one channel of 128 is large the error is 0.02, and 0.008 elsewhere.
+        "tau": 0.5 * factor if static else 0.0125 * factor * (dim / 128) ** 0.5,
+        "outlier_share": 1.0,
+        "residual_format": residual_format,
+        "residual_block": problem["residual_block"],
+    }
     return allocate_quantized(
         num_blocks, problem["block_size"], heads, dim,
-        mode="int8" + "_static" * static + "_fp4" * (problem["residual_block"] > 0),
-        # Where one channel of 128 is large the error is 0.02, and 0.008 elsewhere.
-        tau=0.5 * factor if static else 0.0125 * factor * (dim / 128) ** 0.5,
+        mode="int8" + "_static" * static + "_fp4" * residuals,
         static_scale=torch.full((heads, dim), 4.0 * factor / 127) if static else None,
-        outlier_share=1.0,
-        residual_format=residual_format,
-        residual_block=problem["residual_block"] or None,
         device=dev,
+        **(of_residuals if residuals else {}),
     )  # fmt: skip
 
 

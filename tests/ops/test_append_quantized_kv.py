@@ -31,7 +31,8 @@ TAU = 0.0095
 
 
 def cache_of(dev: torch.device, tokens: int = 16, **more: Any) -> QuantizedKV:
-    more = {"tau": TAU, "outlier_share": 1.0, **more}
+    if "fp4" in more.get("mode", "int8_fp4"):
+        more = {"tau": TAU, "outlier_share": 1.0, **more}
     return allocate_quantized(-(-tokens // BLOCK), BLOCK, HEADS, DIM, device=dev, **more)
 
 
@@ -192,7 +193,8 @@ def cache_for(x: torch.Tensor, mode: str, most: int, slots: int) -> QuantizedKV:
     scale = x.abs().amax(0) / 100 if "static" in mode else None
     _, _, _, error = quantize_ref(x, scale)
     tau = error.sort(0).values[most - 1 : most + 1].mean(0)
-    return cache_of(x.device, mode=mode, static_scale=scale, tau=tau, outlier_share=slots / 16)
+    more = {"tau": tau, "outlier_share": slots / 16} if "fp4" in mode else {}
+    return cache_of(x.device, mode=mode, static_scale=scale, **more)
 
 
 @pytest.mark.parametrize(
