@@ -263,7 +263,10 @@ def _report(options: argparse.Namespace, specs: list[KernelSpec]) -> None:
 def _status(options: argparse.Namespace, specs: list[KernelSpec]) -> int:
     from autotune import status
 
-    rows = status.status(_folders(options), specs, shown_device(options))
+    folders = _folders(options)
+    for line in status.unread(folders[:-1]):  # the last is what is shipped
+        _says(f"autotune: {line}")
+    rows = status.status(folders, specs, shown_device(options))
     shown = [r for r in rows if r.stale or r.state == "missing"] if options.missing else rows
     status.show(shown, of=rows, as_json=options.json)
     return 0

@@ -140,16 +140,15 @@ def stored_entries(path: Path) -> dict[str, Entry]:
     if not path.exists():
         return {}
     try:
-        document = json.loads(path.read_text())
-        schema, entries = document["schema"], document["entries"]
-        found = {identity(_checked(e)): e for e in entries if schema == config.SCHEMA}
+        entries = config.read_file(path)
+    except ValueError as error:
+        raise ValueError(f"autotune: {path} must be a tuned file to add to: {error}") from None
+    try:
+        return {identity(_checked(e)): e for e in entries}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"autotune: {path} must be a tuned file to add to, got {error!r}"
         ) from None
-    if schema != config.SCHEMA:
-        raise ValueError(f"autotune: {path} must have schema {config.SCHEMA}, got {schema!r}")
-    return found
 
 
 def _checked(entry: Any) -> Entry:

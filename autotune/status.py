@@ -16,7 +16,7 @@ from autotune import fingerprint, problems
 from autotune.records import label_of
 from tkernels import config, device
 from tkernels.device import Device
-from tkernels.registry import Config, KernelSpec, Problem
+from tkernels.registry import Config, KernelSpec, Problem, all_kernels
 
 Entry = Mapping[str, Any]
 
@@ -76,7 +76,6 @@ def _rows_of(
 ) -> Iterator[Row]:
     files, refused = _files(spec.name, folders, dev.arch)
     source = fingerprint.kernel_hash(spec)
-    forms = {frozenset(spec.tuning_key(case.problem)) for case in spec.cases}
     served: set[str] = set()
     for task in problems.bench_tasks(spec, dev.arch):
         served.add(task.label)
@@ -85,15 +84,16 @@ def _rows_of(
         if found is None:
             yield blank
             continue
-        entry, path, why = found
-        yield _filled(blank, entry, path, why, _doubts(entry, path, dev, facts, source), today)
+        entry, path, why, passed = found
+        doubts = [*passed, *_doubts(entry, path, dev, facts, source)]
+        yield _filled(blank, entry, path, why, doubts, today)
     for path, entries in files:
         for entry in entries:
             if label_of(entry["key"]) not in served:
                 case = str(_record(entry).get("case", ""))
                 blank = Row(spec.name, case, dev.arch, entry["key"], "missing", False)
                 doubts = _doubts(entry, path, dev, facts, source)
-                if forms and frozenset(entry["key"]) not in forms:
+                if config.is_of_another_version(spec, entry["key"]):
                     doubts.insert(0, "not used: its key is of another version")
                 yield _filled(blank, entry, path, None, doubts, today)
 
@@ -137,16 +137,39 @@ def _files(
         if not path.exists():
             continue
         try:
-            document = json.loads(path.read_text())
-            if document["schema"] != config.SCHEMA:
-                refused.append(
-                    f"{path} has schema {document['schema']}, this version reads {config.SCHEMA}"
-                )
-                continue
-            found.append((path, [_checked(entry) for entry in document["entries"]]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            refused.append(f"{path} is not a tuned file: {type(error).__name__}: {error}")
+            entries = config.read_file(path)
+        except ValueError as error:
+            refused.append(f"{path} is left out: {error}")
+            continue
+        try:
+            found.append((path, [_checked(entry) for entry in entries]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            refused.append(f"{path} is not as the tuner writes it: {error!r}")
     return found, tuple(refused)
+
+
+def unread(folders: Sequence[Path]) -> list[str]:
+    """A line for each file of these folders that no lookup will ever read, by its place or name."""
+    names, found = all_kernels(), []
+    for folder in folders:
+        for path in sorted((*folder.glob("*.json"), *folder.glob("*/*.json"))):
+            if path.parent == folder:
+                why = "expected it in a folder of its architecture: <arch>/<kernel>.json"
+            elif path.stem not in names:
+                why = "expected the name of a kernel (--import registers those of your own)"
+            elif not _is_arch(path.parent.name):
+                why = "expected a folder named as an architecture: sm90, ascend910b, ..."
+            else:
+                continue
+            found.append(f"{path} is not read: {why}")
+    return found
+
+
+def _is_arch(name: str) -> bool:
+    try:
+        return bool(name == "interpret" or device.offline_facts(name))
+    except device.UnsupportedError:
+        return False
 
 
 def _checked(entry: Any) -> Entry:
@@ -154,8 +177,6 @@ def _checked(entry: Any) -> Entry:
     record = entry["measured"] or entry.get("estimate", {})
     return {
         **entry,
-        "key": dict(entry["key"]),
-        "config": dict(entry["config"]),
         "measured": dict(record) if entry["measured"] else False,
         "estimate": {} if entry["measured"] else dict(record),
     }
@@ -168,19 +189,23 @@ def _serving(
     files: Sequence[tuple[Path, list[Entry]]],
     dev: Device,
     facts: Mapping[str, Any],
-) -> tuple[Entry, Path, str | None] | None:
+) -> tuple[Entry, Path, str | None, list[str]] | None:
     """The entry that a launch would take, as ``tkernels.config`` looks it up; with why it cannot.
 
-    Where no entry is legal, the first one.
+    Where no entry is legal, the first one. With it, a phrase for each that a launch would warn of.
     """
-    first: tuple[Entry, Path, str | None] | None = None
+    first: tuple[Entry, Path, str | None, list[str]] | None = None
+    passed: list[str] = []
     for path, entries in files:
         own = [entry for entry in entries if entry["key"] == key]
         for entry in sorted(own, key=lambda e: _unlikeness(e, dev, facts)):
             why = _why_unusable(spec, entry["config"], problem, dev)
             if why is None:
-                return entry, path, None
-            first = first or (entry, path, why)
+                return entry, path, None, passed
+            first = first or (entry, path, why, [])
+            cores = config.chip_of(dict(entry)).get("num_cores", dev.num_cores)
+            if path.parent.name == dev.arch and cores == dev.num_cores:
+                passed.append(f"an entry in {path} is left out: {why}")
     return first
 
 

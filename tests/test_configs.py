@@ -76,6 +76,14 @@ def test_space_holds_illegal_points(spec: KernelSpec) -> None:
     assert all(reason is None or len(reason) > 10 for reason in reasons)
 
 
+def _without(config: Config, name: str) -> Config:
+    return {n: value for n, value in config.items() if n != name}
+
+
+def _some(spec: KernelSpec, name: str) -> str:
+    return ", ".join(map(str, spec.space(device.current())[name]))
+
+
 @each_spec
 def test_explicit_illegal_config_is_refused(spec: KernelSpec, dev: torch.device) -> None:
     case = spec.cases[0]
@@ -84,6 +92,10 @@ def test_explicit_illegal_config_is_refused(spec: KernelSpec, dev: torch.device)
     wrong: list[tuple[Any, str]] = [
         ({**default, "BLOCK_TYPO": 1}, "unknown key BLOCK_TYPO"),
         ({}, "missing key"),
+        *(
+            (_without(default, n), rf"missing key {n} \(such as {_some(spec, n)}\)")
+            for n in default
+        ),
         (5, "expected a dict, got int"),
         ({**default, next(iter(default)): [1]}, "must be an int, a bool or a name, got "),
         ({**default, next(iter(default)): "64"}, "must be of type int, got '64'"),
@@ -228,8 +240,25 @@ def test_an_entry_of_another_chip_need_not_be_legal(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "expected a tuned-config file"),
+        ("{", r"rms_norm.json: line 1, column 2: expected JSON \(Expecting .*\); left out"),
+        ('{"schema": 1,\n "entries": [oops]}', "rms_norm.json: line 2, column 14: expected JSON"),
+        ("[]", "expected a tuned-config file, got TypeError"),
+        ('{"schema": 1}', "expected a tuned-config file, got KeyError"),
         ('{"schema": 9, "entries": []}', "expected schema 1, got 9"),
+        ('{"schema": 9}', "expected schema 1, got 9"),
+        (
+            '{"schema": 1, "kernel": "rope", "entries": []}',
+            "rms_norm.json: expected kernel 'rms_norm', as its path has, got 'rope'; left out",
+        ),
+        (
+            '{"schema": 1, "kernel": "rms_norm", "arch": "sm70", "entries": []}',
+            "expected arch '[a-z0-9]+', as its path has, got 'sm70'; left out",
+        ),
+        ('{"schema": 1, "entries": [{"key": {}}]}', "expected a tuned-config file, got KeyError"),
+        (
+            '{"schema": 1, "entries": [{"key": [], "config": {}}]}',
+            "expected a key and a config in each entry, got another form",
+        ),
         (None, "is left out: "),
     ],
 )
@@ -266,6 +295,8 @@ def test_a_file_with_keys_of_another_version_warns(
     try:
         with pytest.warns(UserWarning, match="got keys of k_up_to, of another version; left out"):
             assert config.explain(spec, problem) == (default, "heuristic")
+        assert config.is_of_another_version(spec, {"k_up_to": 64})
+        assert not config.is_of_another_version(spec, {**key, "rows_up_to": 0})
         _store(tmp_path, spec, {**key, "rows_up_to": 0}, default)  # of another problem
         config.reload()
         with warnings.catch_warnings():

@@ -192,11 +192,16 @@ def test_illegal_today(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"schema": 2, "entries": []}', "has schema 2, this version reads 1"),
-        ("{", "is not a tuned file"),
-        ("[]", "is not a tuned file"),
-        ('{"schema": 1, "entries": [{"key": 5}]}', "is not a tuned file"),
-        ('{"schema": 1, "entries": [{"key": {}, "config": {}, "measured": true}]}', "not a tuned"),
+        ('{"schema": 2, "entries": []}', " is left out: expected schema 1, got 2"),
+        ('{"schema":\n 2', " is left out: line 2, column 3: expected JSON ("),
+        ("[]", " is left out: expected a tuned-config file"),
+        ('{"schema": 1, "entries": [{"key": 5}]}', "expected a key and a config in each entry"),
+        ('{"schema": 1, "kernel": "rope", "entries": []}', "expected kernel 'rms_norm', as its"),
+        ('{"schema": 1, "arch": "sm80", "entries": []}', "expected arch 'sm90', as its path has"),
+        (
+            '{"schema": 1, "entries": [{"key": {}, "config": {}, "measured": true}]}',
+            " is not as the tuner writes it: ",
+        ),
     ],
 )
 def test_files_that_are_refused_are_named(tmp_path: Path, text: str, words: str) -> None:
@@ -214,9 +219,41 @@ def test_the_first_folder_with_a_legal_entry_serves(tmp_path: Path) -> None:
     broken["config"] = {}
     write(tmp_path / "own", broken)
     second = write(tmp_path / "shipped", measured(0))
-    assert rows(tmp_path / "own", tmp_path / "shipped")[0].file == str(second)
+    served = rows(tmp_path / "own", tmp_path / "shipped")[0]
+    assert served.file == str(second)
+    (why,) = served.stale  # a launch would warn of it
+    assert why.startswith(f"an entry in {tmp_path}/own/sm90/rms_norm.json is left out: missing key")
     assert rows(tmp_path / "shipped", tmp_path / "own")[0].file == str(second)
+    assert rows(tmp_path / "shipped", tmp_path / "own")[0].stale == ()
     assert "missing key" in rows(tmp_path / "own")[0].stale[0]
+
+
+def test_an_entry_of_another_chip_is_passed_over_without_a_word(tmp_path: Path) -> None:
+    other = measured(0, num_cores=114)
+    other["config"] = {}
+    write(tmp_path / "own", other)
+    write(tmp_path / "shipped", measured(0))
+    assert rows(tmp_path / "own", tmp_path / "shipped")[0].stale == ()
+
+
+def test_files_that_no_lookup_reads_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("rope", "sm90/rope", "sm90/rms", "interpret/rope", "hopper/rope"):
+        path = tmp_path / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}")
+    monkeypatch.setenv("TKERNELS_CONFIG_DIR", str(tmp_path))
+    assert command._run(parser().parse_args(["--status", "--kernel", "rms_norm"])) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "not read" in line]
+    assert lines == [
+        f"autotune: {tmp_path}/hopper/rope.json is not read: expected a folder named as an "
+        "architecture: sm90, ascend910b, ...",
+        f"autotune: {tmp_path}/rope.json is not read: expected it in a folder of its "
+        "architecture: <arch>/<kernel>.json",
+        f"autotune: {tmp_path}/sm90/rms.json is not read: expected the name of a kernel (--import "
+        "registers those of your own)",
+    ]
 
 
 def test_the_entry_of_the_likest_chip_serves(tmp_path: Path) -> None:

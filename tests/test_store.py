@@ -394,7 +394,10 @@ def test_processes_that_export_at_once_keep_each_others_entries(tmp_path: Path) 
         ("{", "must be a tuned file"),
         ("[]", "must be a tuned file"),
         ("{}", "must be a tuned file"),
-        ('{"schema": 9, "entries": []}', "must have schema 1, got 9"),
+        (
+            '{"schema": 9, "entries": []}',
+            "must be a tuned file to add to: expected schema 1, got 9",
+        ),
     ],
 )
 def test_a_file_that_is_not_tuned_is_not_overwritten(tmp_path: Path, text: str, words: str) -> None:

@@ -28,6 +28,7 @@ from tkernels.registry import Config, KernelSpec, Problem, get
 SCHEMA = 1
 _MEMO_LIMIT = 4096  # plans remembered an operation; token counts vary without end
 _NEW = object()  # a plan may be None
+_PARTS = ("key", "config")  # of an entry of a tuned file
 
 _P = TypeVar("_P")
 _forced: dict[str, Config] = {}
@@ -153,7 +154,7 @@ def stored(spec: KernelSpec, problem: Problem) -> Iterator[tuple[dict[str, Any],
         path = folder / arch / f"{spec.name}.json"
         entries = _entries(path)
         matching = [entry for entry in entries if entry["key"] == key]
-        if entries and all(entry["key"].keys() != key.keys() for entry in entries):
+        if entries and all(is_of_another_version(spec, e["key"], problem) for e in entries):
             _warn_once(
                 f"{path}: expected keys of {', '.join(key)}, got keys of "
                 f"{', '.join(entries[0]['key'])}, of another version; left out"
@@ -162,6 +163,12 @@ def stored(spec: KernelSpec, problem: Problem) -> Iterator[tuple[dict[str, Any],
             matching.sort(key=_unlikeness)
         for entry in matching:
             yield entry, path
+
+
+def is_of_another_version(spec: KernelSpec, key: dict[str, Any], *problems: Problem) -> bool:
+    """Whether no problem of the kernel, of its cases or given, has a key of these names now."""
+    known = (*problems, *(case.problem for case in spec.cases))
+    return bool(known) and all(spec.tuning_key(p).keys() != key.keys() for p in known)
 
 
 def nearest_arch(arch: str, others: list[str]) -> str | None:
@@ -218,7 +225,8 @@ def why_unusable(
     if unknown := set(config) - known:
         return f"unknown key {', '.join(sorted(unknown))} (expected {', '.join(sorted(known))})"
     if missing := set(spec.default_config(problem, dev)) - set(config):
-        return f"missing key {', '.join(sorted(missing))}"
+        words = (f"{n} (such as {', '.join(map(str, space[n]))})" for n in sorted(missing))
+        return f"missing key {', '.join(words)}"
     for name, value in config.items():
         kinds = {type(v).__name__: None for v in space[name] if v is not None}
         if type(value).__name__ not in kinds:
@@ -300,16 +308,37 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     if not os.path.exists(path):
         return []
     try:
+        return read_file(path)
+    except ValueError as error:
+        _warn_once(f"{path}: {error}; left out")
+        return []
+
+
+def read_file(path: Path) -> list[dict[str, Any]]:
+    """Entries of the tuned file ``<arch>/<kernel>.json``: each a dict with a key and a config.
+
+    Raises:
+        ValueError: what was expected of it and what came; the path is left to the caller to say.
+    """
+    try:
         document = json.loads(path.read_text())
         if document["schema"] != SCHEMA:
-            _warn_once(f"{path}: expected schema {SCHEMA}, got {document['schema']}; left out")
-            return []
-        return [
-            {**e, "key": dict(e["key"]), "config": dict(e["config"])} for e in document["entries"]
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _warn_once(f"{path}: expected a tuned-config file, got {error!r}; left out")
-        return []
+            raise ValueError(f"expected schema {SCHEMA}, got {document['schema']!r}")
+        for name, wanted in (("kernel", path.stem), ("arch", path.parent.name)):
+            if document.get(name, wanted) != wanted:
+                raise ValueError(
+                    f"expected {name} {wanted!r}, as its path has, got {document[name]!r}"
+                )
+        entries = list(document["entries"])
+        if not all(isinstance(entry[part], dict) for entry in entries for part in _PARTS):
+            raise ValueError("expected a key and a config in each entry, got another form")
+        return entries
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"line {error.lineno}, column {error.colno}: expected JSON ({error.msg})"
+        ) from None
+    except (OSError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"expected a tuned-config file, got {error!r}") from None
 
 
 @functools.cache
