@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,8 +35,10 @@ from tkernels import build_cos_sin_cache
 def operations(kernels: str | None) -> tuple[str, Any]:
     """(``triton`` or ``torch``, the namespace of that name), by default what suits the device.
 
+    Where kernels will run in Triton's interpreter it says so, on stderr.
+
     Raises:
-        ValueError: kernels are asked for and triton is not installed.
+        ValueError: kernels are asked for, and triton is not installed or nothing can run them.
     """
     on_cpu = tkernels.device.tensor_device().type == "cpu"
     name = kernels or ("torch" if on_cpu else "triton")
@@ -44,7 +48,25 @@ def operations(kernels: str | None) -> tuple[str, Any]:
         tkernels.device.require_triton()
     except tkernels.UnsupportedError as error:
         raise ValueError(f"--kernels triton: {error}") from None
+    if tkernels.device.current().compile_only:
+        raise ValueError(
+            "--kernels triton: expected a device to run on, got facts of "
+            f"{tkernels.device.current().arch} alone (TKERNELS_DEVICE)"
+        )
+    if tkernels.device.INTERPRETED:
+        _say_interpreted()
     return name, tkernels
+
+
+@functools.cache
+def _say_interpreted() -> None:
+    """Once a process: whoever waits for the first token should know why."""
+    print(
+        "kernels run in Triton's interpreter, as there is no accelerator: seconds a token, of small "
+        "models too (--kernels torch does without it)",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def choose_dtype(asked: str | None, usual: str, kernels: str, config: ModelConfig) -> str:

@@ -16,6 +16,7 @@ from checkpoints import make_folder, smollm2, tiny
 from tokenizers import pre_tokenizers
 
 from model import PREFILL_CHUNK, checkpoint, generate, loop, perplexity, runner
+from tkernels import device
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = (
@@ -101,6 +102,29 @@ def test_streamed_text_equals_json(run: Run, base: Path) -> None:
     assert out == run.json(*argv)["replies"][0]["text"] + "\n"
     for word in ("load", "first token", "ms per token", "tok/s", "GB/s", "peak memory"):
         assert word in err
+
+
+@pytest.mark.skipif(not device.INTERPRETED, reason="says what the interpreter's users wait for")
+def test_the_interpreter_is_told_of_up_front_and_once(capsys: pytest.CaptureFixture[str]) -> None:
+    runner._say_interpreted.cache_clear()
+    for _ in range(2):
+        assert runner.operations("triton")[0] == "triton"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kernels run in Triton's interpreter, ")
+    runner._say_interpreted.cache_clear()
+    for kernels in ("torch", None):
+        assert runner.operations(kernels)[0] == "torch"
+    assert capsys.readouterr().err == ""
+
+
+def test_kernels_without_a_device_that_runs(
+    run: Run, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "current", lambda: device.sm_facts(90))
+    assert run.error("--model", base, "--prompt", "abc", "--kernels", "triton") == (
+        "error: --kernels triton: expected a device to run on, got facts of sm90 alone "
+        "(TKERNELS_DEVICE)\n"
+    )
 
 
 def test_one_token_has_no_decode_figures(run: Run, base: Path) -> None:
