@@ -101,6 +101,7 @@ def answer_file(
     Raises:
         ValueError: the file is another run's, or another process writes to it; or a prompt could
             never run.
+        KeyboardInterrupt: as it comes, with what the file has by then, in words.
     """
     keys = {name: settings.key(i, ids) for i, (name, ids) in enumerate(prompts.items())}
     with opened(path) as file:
@@ -115,7 +116,7 @@ def answer_file(
             )
             number = engine.add(ids, params, settings.limits, n=settings.samples)
             waiting[number] = (name, list[Answer]())
-        with bar(len(prompts), len(done)) as advance:
+        with counted(path, len(prompts), len(done)) as advance:
             while engine.has_work():
                 for answer in engine.step():
                     name, answers = waiting[answer.id]
@@ -208,8 +209,27 @@ def write_line(file: io.FileIO, line: bytes) -> None:
 
 
 @contextlib.contextmanager
-def bar(total: int, done: int) -> Iterator[Callable[[], None]]:
-    """A bar of prompts on stderr, if that is a terminal: what to call as each ends."""
+def counted(path: Path, total: int, done: int) -> Iterator[Callable[[], None]]:
+    """What to call as each of ``total`` prompts ends, of which ``done`` had. Ctrl-C is passed on
+    with words: what the file has by then."""
+    with _bar(total, done) as show:
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            show()
+
+        try:
+            yield advance
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"{done} of {total} prompts are done in {path}; the same command goes on"
+            ) from None
+
+
+@contextlib.contextmanager
+def _bar(total: int, done: int) -> Iterator[Callable[[], None]]:
+    """A bar of prompts on stderr, if that is a terminal, and what moves it on."""
     if not sys.stderr.isatty():
         yield lambda: None
         return

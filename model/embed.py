@@ -143,8 +143,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print("; ".join(["interrupted", *map(str, stop.args)]), file=sys.stderr)
         return 130
 
 
@@ -183,7 +183,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from model.bulk import bar, finished, opened, write_line
+    from model.bulk import counted, finished, opened, write_line
     from model.checkpoint import open_checkpoint
     from model.generate import read_prompts
     from model.runner import choose_dtype, operations
@@ -210,7 +210,7 @@ def _run(args: argparse.Namespace) -> int:
     with opened(args.out) as file:
         done = finished(file, args.out, keys)
         left = [name for name in ids if name not in done]
-        with bar(len(ids), len(done)) as advance:
+        with counted(args.out, len(ids), len(done)) as advance:
             for step in steps([len(ids[name]) for name in left], args.batch_tokens):
                 part = [left[i] for i in step]
                 vectors = embed(

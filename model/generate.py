@@ -46,8 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print("; ".join(["interrupted", *map(str, stop.args)]), file=sys.stderr)
         return 130
     except BrokenPipeError:
         # Python flushes stdout once more at exit; give it somewhere to go.

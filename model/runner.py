@@ -62,8 +62,8 @@ def operations(kernels: str | None) -> tuple[str, Any]:
 def _say_interpreted() -> None:
     """Once a process: whoever waits for the first token should know why."""
     print(
-        "kernels run in Triton's interpreter, as there is no accelerator: seconds a token, of small "
-        "models too (--kernels torch does without it)",
+        "kernels run in Triton's interpreter, as there is no accelerator: seconds a token, even of "
+        "a small model (--kernels torch does without it)",
         file=sys.stderr,
         flush=True,
     )

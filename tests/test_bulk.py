@@ -117,7 +117,8 @@ def test_a_failure_in_between_leaves_whole_lines(
         write(file, line)
 
     monkeypatch.setattr(bulk, "write_line", interrupted)
-    assert "interrupted" in run(out, code=130)
+    err = run(out, code=130)
+    assert err == f"interrupted; 3 of 7 prompts are done in {out}; the same command goes on\n"
     assert out.read_bytes().count(b"\n") == 3
     monkeypatch.undo()
     assert run(out).startswith("4 prompts answered, 3 had an answer")
@@ -222,6 +223,6 @@ def test_a_bar_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> N
     for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setenv("TERM", "xterm")
-        with bulk.bar(9, 4) as advance:
+        with bulk.counted(Path("o"), 9, 4) as advance:
             advance()
         assert ("5/9" in stream.getvalue()) == shown

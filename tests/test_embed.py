@@ -134,6 +134,27 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert embedding.main([*argv, "--batch-tokens", "0"]) == 2
 
 
+def test_ctrl_c_tells_what_the_file_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path / "m", None)
+    prompts, out = tmp_path / "p.txt", tmp_path / "o.jsonl"
+    prompts.write_text("a\nbb\nccc\n")
+    real, steps = embedding.embed, iter(range(9))
+
+    def interrupted(*given: Any, **more: Any) -> torch.Tensor:
+        if next(steps) == 2:
+            raise KeyboardInterrupt
+        return real(*given, **more)
+
+    monkeypatch.setattr(embedding, "embed", interrupted)
+    argv = ["--model", str(folder), "--prompts", str(prompts), "--out", str(out)]
+    assert embedding.main([*argv, "--batch-tokens", "1"]) == 130
+    expected = f"interrupted; 2 of 3 prompts are done in {out}; the same command goes on\n"
+    assert capsys.readouterr().err.endswith(expected)
+    assert out.read_bytes().count(b"\n") == 2
+
+
 def _id_of(folder: Path, text: str) -> int:
     from model import tokenizer
 
