@@ -106,6 +106,14 @@ def test_exports_exist() -> None:
             assert hasattr(module, name), f"{module.__name__}.__all__ names {name}, which is absent"
 
 
+def test_dir_shows_what_is_public() -> None:
+    shown = {name for name in dir(tkernels) if not name.startswith("__")}
+    assert shown == {*tkernels.__all__, "config"}
+    assert {"__version__", "__doc__", "__all__"} <= set(dir(tkernels))
+    assert all(hasattr(tkernels, name) for name in dir(tkernels))
+    assert set(tkernels.__all__) >= {name for name in dir(reference) if not name.startswith("__")}
+
+
 @each_spec
 def test_docstring_says_it_all(spec: KernelSpec) -> None:
     text = inspect.getdoc(spec.launch) or ""

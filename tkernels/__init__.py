@@ -85,3 +85,8 @@ __all__ = [
     "w4a16_gemm",
     "watch_activations",
 ]
+
+
+def __dir__() -> list[str]:
+    """What users call, and what they look things up with; not each module that was imported."""
+    return [*__all__, "config", *(name for name in globals() if name.startswith("__"))]
