@@ -238,15 +238,21 @@ def _export(options: argparse.Namespace, specs: list[KernelSpec]) -> None:
     from autotune import export, resume, store
 
     studies = store.all_studies(store.open_storage(options.storage))
-    outcomes = resume.ended(options, specs, studies, _says)
+    left_out: list[str] = []
+    outcomes = resume.ended(options, specs, studies, left_out.append)
+    for line in left_out:
+        _says(line)
     if not outcomes:
+        place = store.place(options.storage)
+        if left_out:
+            raise ValueError(f"autotune: nothing was written, as no other search ended in {place}")
         raise ValueError(
             "autotune: --export needs a search that ended, or --kernel to begin one, got none in "
-            f"{store.place(options.storage)}"
+            f"{place}"
         )
     for path in dict.fromkeys(export.write(options.export, outcome) for outcome in outcomes):
         _says(f"wrote {path}")
-    _says(f"autotune: programs use them with TKERNELS_CONFIG_DIR={options.export}")
+    _says(f"autotune: {export.how_to_use(options.export)}")
 
 
 def _report(options: argparse.Namespace, specs: list[KernelSpec]) -> None:

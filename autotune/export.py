@@ -11,6 +11,7 @@ import fcntl
 import json
 import math
 import os
+import shlex
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -39,6 +40,13 @@ def write(folder: Path, outcome: Outcome) -> Path:
 
     _change(path, outcome.task.kernel, outcome.task.arch, put)
     return path
+
+
+def how_to_use(folder: Path) -> str:
+    """What makes programs use the tuned files below ``folder``."""
+    if folder.resolve() == config.config_folders()[-1].resolve():
+        return "programs use them from now on: they are the package's own"
+    return f"programs use them with TKERNELS_CONFIG_DIR={shlex.quote(str(folder))}"
 
 
 def merge(source: Path, folder: Path) -> list[Path]:

@@ -58,6 +58,15 @@ def priors(
     return found
 
 
+def measured_in(task: Task, folders: Iterable[Path]) -> Path | None:
+    """The first file that has a measured entry for ``task``, on whichever chip."""
+    for folder in folders:
+        path = folder / task.arch / f"{task.kernel}.json"
+        if any(entry["key"] == task.key and entry["measured"] for entry in _entries(path)):
+            return path
+    return None
+
+
 def _is_legal(config: Config, why_illegal: WhyIllegal) -> bool:
     try:
         return why_illegal(config) is None

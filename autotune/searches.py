@@ -9,10 +9,12 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from autotune import export, fingerprint, priors, progress, resume, store, tune
 from autotune.process import Worker, WorkerError
+from autotune.records import Task
 from autotune.space import has_all, restricted
 from autotune.target import Target
 from autotune.tune import Plan
@@ -51,7 +53,7 @@ def tune_all(
             f"{_export_command(options, interpreted)}"
         )
     elif done.kept:
-        says(f"autotune: programs use them with TKERNELS_CONFIG_DIR={options.export}")
+        says(f"autotune: {export.how_to_use(options.export)}")
     if done.failed:
         says(f"autotune: {done.failed} of {count} problems could not be tuned")
     return done.wrong + done.failed
@@ -106,6 +108,8 @@ def _tune_group(
         )
         tune.begin(by_name[plan.task.kernel], plan.task, setup)  # all now: --resume knows of all
         ready.append((plan, setup))
+    if target.offline:
+        _say_measured([plan.task for plan, _ in ready], folders)
     with progress.Progress(total=len(ready), offline=target.offline) as watch:
         for plan, setup in ready:
             task, spec = plan.task, by_name[plan.task.kernel]
@@ -131,6 +135,18 @@ def _tune_group(
                 progress.print_outcome(outcome, offline=target.offline)
             if options.export is not None:  # one by one, so that a crash loses one at most
                 watch.says(f"wrote {export.write(options.export, outcome)}")
+
+
+def _say_measured(tasks: Sequence[Task], folders: Sequence[Path]) -> None:
+    """Say of which problems a search for estimates is of little use."""
+    places = [priors.measured_in(task, folders) for task in tasks]
+    known = [str(path.parent) for path in places if path is not None]
+    if known:
+        says(
+            f"autotune: {len(known)} of {len(tasks)} problems have been measured "
+            f"({', '.join(dict.fromkeys(known))}), which a model's estimate cannot better; "
+            "--missing leaves them out of bench cases"
+        )
 
 
 def _export_command(options: argparse.Namespace, interpreted: bool) -> str:

@@ -494,7 +494,17 @@ def test_a_search_says_where_its_results_are_and_what_exports_them(
     assert main(["--export", "none", *kept]) == 2  # times of the interpreter
     left_out, last = capsys.readouterr().err.splitlines()
     assert "1 search was not exported (rms_norm" in left_out
-    assert "--export needs a search that ended" in last
+    assert last == "autotune: nothing was written, as no other search ended in a folder/journal.log"
+    assert main(["--export", "none", "--storage", "another"]) == 2
+    assert "--export needs a search that ended" in capsys.readouterr().err
+    shipped = tmp_path / "package/configs"
+    monkeypatch.setattr(config, "config_folders", lambda: [shipped])
+    for folder, words in (
+        ("package/configs", "from now on: they are the package's own"),
+        ("my own", "with TKERNELS_CONFIG_DIR='my own'"),
+    ):
+        assert main(["--export", folder, *kept, "--force"]) == 0
+        assert capsys.readouterr().err.splitlines()[-1] == f"autotune: programs use them {words}"
 
 
 # ---- a real kernel -----------------------------------------------------------------------------
@@ -561,6 +571,11 @@ def test_bare_command_searches_offline(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "found no accelerator; searching offline for sm90" in done.stderr
+    shipped = Path(config.__file__).parent / "configs"
+    assert (
+        f"autotune: 1 of 1 problems have been measured ({shipped}/sm90), which a model's estimate "
+        "cannot better; "
+    ) in done.stderr
     assert re.match(r"rms_norm 1x4096-bf16: estimated [\d.]+ us", done.stdout), done.stdout
     [entry] = json.loads((tmp_path / "tuned/sm90/rms_norm.json").read_text())["entries"]
     assert entry["measured"] is False
