@@ -76,7 +76,11 @@ def check_dtype(op: str, name: str, t: torch.Tensor, allowed: Sequence[torch.dty
 def check_shape(op: str, name: str, t: torch.Tensor, **dims: int | None) -> None:
     """``t`` has exactly these dimensions, in order; ``None`` accepts any size.
 
-    >>> check_shape("rope", "q", q, tokens=None, heads=None, head_dim=128)
+    >>> check_shape("rope", "q", torch.zeros(9, 32, 128), tokens=None, heads=None, head_dim=128)
+    >>> check_shape("rope", "q", torch.zeros(9, 32, 64), tokens=None, heads=None, head_dim=128)
+    Traceback (most recent call last):
+    ...
+    ValueError: rope: q must have shape [tokens, heads, head_dim=128], got float32 [9, 32, 64]
     """
     shape = t.shape
     if len(shape) == len(dims) and all(

@@ -119,7 +119,22 @@ def resolve(spec: KernelSpec, values: tuple[Any, ...], config: Config | None) ->
 
 
 def explain(spec: KernelSpec, problem: Problem, config: Config | None = None) -> tuple[Config, str]:
-    """The config for ``problem`` and where it came from: argument, forced, a file, or heuristic."""
+    """The config for ``problem`` and where it came from: argument, forced, a file, or heuristic.
+
+    A problem names ``spec.problem_fields``; ``spec.shape``, where there is one, makes it of sizes.
+
+    >>> from tkernels.registry import get
+    >>> spec = get("rms_norm")
+    >>> chosen, source = explain(spec, spec.shape(tokens=64, hidden=4096))
+    >>> sorted(chosen)
+    ['BLOCK_N', 'BLOCK_ROWS', 'num_warps', 'programs_per_core']
+    >>> source == "heuristic" or source.endswith("rms_norm.json")
+    True
+    >>> explain(spec, spec.cases[0].problem, {**chosen, "BLOCK": 64})
+    Traceback (most recent call last):
+    ...
+    ValueError: rms_norm: config must be legal on ..., got ...: unknown key BLOCK (expected ...)
+    """
     dev = device.current()
     for given, source in ((config, "argument"), (_forced.get(spec.name), "forced")):
         if given is None:
