@@ -6,7 +6,8 @@ launches take turns. A block is short enough not to fill the launch queue, and t
 for between blocks, outside the time taken.
 
 On the interpreter ``run`` does nothing in both kinds of block, so what remains is the price of
-our Python: checks, strides, config lookup. On an accelerator both kinds really launch.
+our Python: checks, strides, config lookup (less the checks of values, which are on by default there
+and off elsewhere). On an accelerator both kinds really launch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ import torch
 from bench import report
 from bench.rows import UsageError
 from bench.run import case_tag, select
-from tkernels import device, offline, testing
+from tkernels import check, device, offline, testing
 from tkernels.registry import Case, KernelSpec
 
 _BLOCK = 200  # calls; a CUDA stream queues 1,024 launches before it makes the host wait
@@ -62,7 +63,7 @@ def measure(spec: KernelSpec, case: Case, *, calls: int = 2000) -> Overhead:
         raise UsageError(f"bench: {spec.name} must launch a Triton kernel on {case.name}, got none")
     bare = launches[0] if len(launches) == 1 else _all(launches)
     blocks = max(3, calls // _BLOCK)
-    with contextlib.nullcontext() if real else offline.replaced_run(_nothing):
+    with contextlib.nullcontext() if real else _nothing_runs():
         pairs = _alternate(public, bare, blocks)
     return Overhead(
         kernel=spec.name,
@@ -89,6 +90,17 @@ def public_call(spec: KernelSpec, case: Case) -> Call:
     positional = [inputs[name] for name in places]
     keywords = {name: value for name, value in {**inputs, **outs}.items() if name not in places}
     return functools.partial(spec.launch, *positional, **keywords)
+
+
+@contextlib.contextmanager
+def _nothing_runs() -> Iterator[None]:
+    """Launches do nothing, and values are checked as they are where they do something: not."""
+    checked, check.DEBUG = check.DEBUG, False
+    try:
+        with offline.replaced_run(_nothing):
+            yield
+    finally:
+        check.DEBUG = checked
 
 
 def _nothing(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

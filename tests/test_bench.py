@@ -16,7 +16,7 @@ import torch
 
 from bench import host_overhead, providers, report, roofline, rows, run
 from bench.__main__ import main
-from tkernels import config, device, offline, registry, testing
+from tkernels import check, config, device, offline, registry, testing
 from tkernels.registry import KernelSpec
 from tkernels.testing import Timing
 
@@ -550,6 +550,18 @@ def test_host_command_reports_every_kernel(capsys: pytest.CaptureFixture[str]) -
 
 
 @on_interpreter
+def test_host_times_are_without_checks_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are on in the interpreter, and off where a launch is worth timing."""
+    monkeypatch.setattr(check, "DEBUG", True)
+    calls: list[object] = []
+    monkeypatch.setattr("tkernels.rotary.check_positions", lambda *given: calls.append(given))
+    host_overhead.measure(*host_overhead.smallest_cases("rope")[0], calls=600)
+    assert len(calls) == 2  # compiled, recorded
+    assert check.DEBUG
+
+
+@on_interpreter
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", registry.all_kernels())
 def test_python_above_a_launch_is_bounded(name: str) -> None:
     """Checks and lookup of a call whose metadata was seen before, in calls of functions.
