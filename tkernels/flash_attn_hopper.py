@@ -42,11 +42,16 @@ else:
 
 # Its name in newer tritons, and in 3.6.
 _load_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+_shared: Any = gl.shared_memory_descriptor
+_view: Any = getattr(_shared, "reinterpret", None) or _shared._reinterpret
 
 ALL_HEADS = 1 << 16  # as a SECTION: more than there are
 BLOCK_M = 128  # queries of a program: 64 for each group of four warps, what one wgmma takes
 
 PAGED = gl.constexpr(2)  # of VARLEN, if queries are packed but keys lie in pages
+# Of SCALES, where keys are fp16 codes: a scale a key, [batch, key heads, keys], or a channel, [key
+# heads, HEAD_DIM].
+OF_KEYS, OF_CHANNELS = gl.constexpr(1), gl.constexpr(2)
 _LOG2E = gl.constexpr(math.log2(math.e))
 _LN2 = gl.constexpr(math.log(2.0))
 
@@ -255,21 +260,47 @@ def _zero_rows(tile, n_rows, N: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
+def _in_fp16(
+    q, scale_ptr, M: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, SCALED: gl.constexpr
+):  # fmt: skip
+    """(queries in fp16, where they lay, and what they count in): rows whose largest is 1 to 2.
+
+    Units are powers of two, so that nothing is rounded but what is 2^-14 of a row's largest, and
+    products with a channel's scale (SCALED).
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    x = q.load(layout).to(gl.float32)
+    if SCALED:
+        d = gl.arange(0, D, gl.SliceLayout(0, layout))
+        x = x * gl.load(scale_ptr + d, mask=d < HEAD_DIM, other=0.0)[None, :]
+    exponent = gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) >> 23
+    exponent = gl.minimum(gl.maximum(exponent, 1), 253)
+    inverse = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
+    made = _view(q, gl.float16, [M, D], q.layout)
+    made.store((x * inverse[:, None]).to(gl.float16))
+    hopper.fence_async_shared()
+    return made, (exponent << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def _attend(
-    SIDE: gl.constexpr, buffers, bars, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, strides,
-    scale_log2, cap_scale, sizes, HEAD_DIM: gl.constexpr,
+    SIDE: gl.constexpr, buffers, bars, out_ptr, lse_ptr, sinks_ptr, scales_ptr, cu_q_ptr, cu_k_ptr,
+    strides, scale_log2, cap_scale, sizes, HEAD_DIM: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr,
     SINKS: gl.constexpr, LSE: gl.constexpr, PACK: gl.constexpr, SPLITS: gl.constexpr,
-    MIN_SHARE: gl.constexpr,
+    MIN_SHARE: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """A row is a token and one of PACK heads: token * PACK + head; ``n_heads`` counts packs.
 
     With SPLITS a tile is computed in parts, and ``out_ptr`` and ``lse_ptr`` are theirs.
+
+    With SCALES keys are fp16 without their scales: queries become fp16 where they lie, and a key's
+    scale is multiplied into its scores. ``max_k`` keys a sequence have one.
     """
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    max_q, max_k, window, n_heads, _, n_m, n_batch_heads, section, n_tiles = sizes
+    max_q, max_k, window, n_heads, group, n_m, n_batch_heads, section, n_tiles = sizes
     stride_ob, stride_os, stride_oh, stride_lb, stride_ls, stride_lh = strides
     HALF: gl.constexpr = M // 2
     TOKENS: gl.constexpr = M // PACK
@@ -280,7 +311,7 @@ def _attend(
     # Four lanes have 32 bytes of a row of parts (fp32), so these are stored as they lie.
     out_layout: gl.constexpr = o_layout if SPLITS > 1 else store_layout
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    dtype: gl.constexpr = q_s.dtype
+    dtype: gl.constexpr = v_s.dtype
     MINE: gl.constexpr = 8 + SIDE  # named barriers; Triton's own stand below 8
     OTHER: gl.constexpr = 9 - SIDE
     done = 0
@@ -291,6 +322,8 @@ def _attend(
     for item in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         tile, split = _split_of(item, n_m * n_batch_heads, SPLITS)
         m_tile, b, h = _tile_of(tile, n_m, n_batch_heads, section, n_heads)
+        if SCALES == OF_KEYS:
+            key_scales_ptr = scales_ptr + (b * (n_heads // group) + h // group) * max_k
         b, q0, _, seqlen_q, seqlen_k = _sequence(b, cu_q_ptr, cu_k_ptr, max_q, max_k, VARLEN)
         there = m_tile * TOKENS < seqlen_q
         if SPLITS > 1:
@@ -310,21 +343,35 @@ def _attend(
             phase = (count // STAGES) & 1
             n0 = (end - 1) * N
             hopper.mbarrier.wait(q_full.index(SIDE), done & 1)
+            row_scale, row_cap, queries = scale_log2, cap_scale, q
+            if SCALES:
+                queries, unit = _in_fp16(
+                    q, scales_ptr + h // group * HEAD_DIM, HALF, D, HEAD_DIM, SCALES == OF_CHANNELS
+                )
+                unit = gl.convert_layout(unit, gl.SliceLayout(1, s_layout))
+                if SOFTCAP:
+                    row_cap = (unit * cap_scale)[:, None]
+                else:
+                    row_scale = unit * scale_log2
+            if SCALES == OF_KEYS:
+                key_scales = gl.load(key_scales_ptr + n0 + cols)
             hopper.mbarrier.wait(k_full.index(stage), phase)
             _take_turn(MINE)
             k = k_s.index(stage).reshape([N, D]).permute([1, 0])
-            s = hopper.warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+            s = hopper.warpgroup_mma(queries, k, zero, use_acc=False, is_async=True)
             _pass_turn(OTHER)
             s = hopper.warpgroup_mma_wait(0, deps=[s])
             hopper.mbarrier.arrive(k_empty.index(stage), count=1)
+            if SCALES == OF_KEYS:
+                s = s * key_scales[None, :]
             if SOFTCAP:
-                s = _capped(s, cap_scale)
+                s = _capped(s, row_cap)
             if CAUSAL:  # no query stands past the last key, so that the tail is masked too
                 s = _seen(s, cols, rows + (shift - n0), window, WINDOW)
             else:
                 s = gl.where((cols < seqlen_k - n0)[None, :], s, float("-inf"))
             m = gl.max(s, 1)
-            _, factor, offset = _exponent(m, scale_log2)
+            _, factor, offset = _exponent(m, row_scale)
             p = gl.exp2(s * factor[:, None] - offset[:, None])
             total = gl.sum(p, 1)
             p = gl.convert_layout(p.to(dtype), p_layout)
@@ -339,17 +386,21 @@ def _attend(
                 stage = count % STAGES
                 phase = (count // STAGES) & 1
                 n0 -= N
+                if SCALES == OF_KEYS:
+                    key_scales = gl.load(key_scales_ptr + n0 + cols)
                 hopper.mbarrier.wait(k_full.index(stage), phase)
                 _take_turn(MINE)
                 k = k_s.index(stage).reshape([N, D]).permute([1, 0])
-                s = hopper.warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+                s = hopper.warpgroup_mma(queries, k, zero, use_acc=False, is_async=True)
                 v = v_s.index(v_stage).reshape([N, D])
                 acc = hopper.warpgroup_mma(p, v, acc, is_async=True)
                 _pass_turn(OTHER)
                 s = hopper.warpgroup_mma_wait(1, deps=[s])
                 hopper.mbarrier.arrive(k_empty.index(stage), count=1)
+                if SCALES == OF_KEYS:
+                    s = s * key_scales[None, :]
                 if SOFTCAP:
-                    s = _capped(s, cap_scale)
+                    s = _capped(s, row_cap)
                 if CAUSAL:
                     edge = n0 + N - 1 > row0 + shift
                     if WINDOW:
@@ -357,7 +408,7 @@ def _attend(
                     if edge:
                         s = _seen(s, cols, rows + (shift - n0), window, WINDOW)
                 m_new = gl.maximum(m, gl.max(s, 1))
-                m_now, factor, offset = _exponent(m_new, scale_log2)
+                m_now, factor, offset = _exponent(m_new, row_scale)
                 p = gl.exp2(s * factor[:, None] - offset[:, None])
                 alpha = gl.exp2((m - m_now) * factor)
                 total = total * alpha + gl.sum(p, 1)
@@ -379,7 +430,7 @@ def _attend(
             done += 1
 
             packed = gl.arange(0, HALF, gl.SliceLayout(1, s_layout)) % PACK
-            m_log2 = m * scale_log2
+            m_log2 = m * row_scale
             top = m_log2
             if SINKS:
                 sink = gl.load(sinks_ptr + (h if PACK == 1 else h * PACK + packed)) * _LOG2E
@@ -478,12 +529,12 @@ def _flash_attn_hopper_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (_attend, (0, buffers, bars, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, strides,
-                       scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES, CAUSAL, WINDOW,
-                       VARLEN, SOFTCAP, SINKS, LSE, 1, 1, 1)),
-            (_attend, (1, buffers, bars, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, strides,
-                       scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES, CAUSAL, WINDOW,
-                       VARLEN, SOFTCAP, SINKS, LSE, 1, 1, 1)),
+            (_attend, (0, buffers, bars, out_ptr, lse_ptr, sinks_ptr, None, cu_q_ptr, cu_k_ptr,
+                       strides, scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES, CAUSAL,
+                       WINDOW, VARLEN, SOFTCAP, SINKS, LSE, 1, 1, 1, 0)),
+            (_attend, (1, buffers, bars, out_ptr, lse_ptr, sinks_ptr, None, cu_q_ptr, cu_k_ptr,
+                       strides, scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES, CAUSAL,
+                       WINDOW, VARLEN, SOFTCAP, SINKS, LSE, 1, 1, 1, 0)),
             (_load, (q_desc, k_desc, v_desc, buffers, bars, cu_q_ptr, cu_k_ptr, sizes, M, N, D,
                      STAGES, CAUSAL, WINDOW, VARLEN)),
         ],

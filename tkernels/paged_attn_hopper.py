@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,6 +39,7 @@ from tkernels.flash_attn_hopper import (
     _split_of,
     _tile_of,
     _used,
+    _view,
 )
 from tkernels.paged_attn_quantized_hopper import _let_next_kernel_start, _wait_for_earlier_kernels
 from tkernels.registry import Config
@@ -52,10 +53,6 @@ else:
 
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)  # to choose from
 MIN_SHARE = 256  # keys: two blocks, where the cost of a program is one or two more
-
-_shared: Any = gl.shared_memory_descriptor
-# Its name in newer tritons, and in 3.6.
-_view: Any = getattr(_shared, "reinterpret", None) or _shared._reinterpret
 
 
 @gluon.jit
@@ -74,7 +71,7 @@ def _load_pages(tile, desc, pages, head, bar, PAGE: gl.constexpr, N: gl.constexp
 def _load(
     q_desc, k_desc, v_desc, buffers, bars, cu_q_ptr, lens_ptr, table_ptr, stride_tb, sizes,
     M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
-    PACK: gl.constexpr, SPLITS: gl.constexpr, MIN_SHARE: gl.constexpr,
+    WINDOW: gl.constexpr, PACK: gl.constexpr, SPLITS: gl.constexpr, MIN_SHARE: gl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -96,8 +93,9 @@ def _load(
             if SPLITS == 1:
                 seqlen_k = gl.load(lens_ptr + b)
             columns = (seqlen_k + PAGE - 1) // PAGE
-            row_ptr = table_ptr + b.to(gl.int64) * stride_tb
-            first, end = _key_blocks(m, seqlen_q, seqlen_k, window, TOKENS, N, True, False)
+            if table_ptr is not None:
+                row_ptr = table_ptr + b.to(gl.int64) * stride_tb
+            first, end = _key_blocks(m, seqlen_q, seqlen_k, window, TOKENS, N, True, WINDOW)
             first, end = _share(first, end, split, seqlen_k, N, SPLITS, MIN_SHARE)
             for c in gl.static_range(2):
                 hopper.mbarrier.wait(q_empty.index(c), (done & 1) ^ 1)
@@ -108,7 +106,10 @@ def _load(
                 column = (end - 1 - j) * (N // PAGE)
                 pages = gl.tuple([])
                 for i in gl.static_range(N // PAGE):
-                    page = gl.load(row_ptr + column + i, mask=column + i < columns, other=-1)
+                    if table_ptr is not None:
+                        page = gl.load(row_ptr + column + i, mask=column + i < columns, other=-1)
+                    else:
+                        page = gl.where(column + i < columns, b * stride_tb + column + i, -1)
                     pages = pages + gl.tuple([page])
                 stage = count % STAGES
                 phase = ((count // STAGES) & 1) ^ 1
@@ -124,18 +125,19 @@ def _load(
             done += 1
 
 
-@gluon.jit(do_not_specialize=["max_q", "n_heads", "group", "n_m", "n_batch_heads", "section",
-                              "n_tiles", "n_parts"])  # fmt: skip
+@gluon.jit(do_not_specialize=["max_q", "window", "n_heads", "group", "n_m", "n_batch_heads",
+                              "section", "n_tiles", "n_parts"])  # fmt: skip
 def _paged_attn_hopper_kernel(
     q_desc,
     k_desc,
     v_desc,
-    table_ptr,
+    table_ptr,  # None: sequences lie one after the other, with stride_tb pages each
     lens_ptr,
     cu_q_ptr,
     out_ptr,
     lse_ptr,
     sinks_ptr,
+    scales_ptr,  # of keys or of their channels, with SCALES
     scale_log2,  # of the scores (of the softcap, where there is one) times log2(e)
     cap_scale,  # scale / softcap
     stride_tb,
@@ -144,6 +146,8 @@ def _paged_attn_hopper_kernel(
     stride_ls,
     stride_lh,
     max_q,
+    max_keys,  # of a sequence, with SCALES
+    window,  # None: there is none
     n_heads,  # as tiles have them: packs of heads, where a tile has several
     group,  # such heads a key head
     n_m,  # tiles of queries of the longest sequence
@@ -163,6 +167,7 @@ def _paged_attn_hopper_kernel(
     PACK: gl.constexpr,
     SPLITS: gl.constexpr,
     MIN_SHARE: gl.constexpr,
+    SCALES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     if PDL:
@@ -173,8 +178,8 @@ def _paged_attn_hopper_kernel(
     dtype: gl.constexpr = q_desc.dtype
     bar_layout: gl.constexpr = hopper.mbarrier.MBarrierLayout()
     q_s = gl.allocate_shared_memory(dtype, [2, 1, M // 2 // PACK, PACK, D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, N, 1, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, N, 1, D], v_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, N, 1, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, N, 1, D], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
@@ -193,19 +198,24 @@ def _paged_attn_hopper_kernel(
     buffers = (q_s, k_s, v_s)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     nothing = max_q * 0
-    sizes = (max_q, nothing, nothing, n_heads, group, n_m, n_batch_heads, section, n_tiles)
+    WINDOW: gl.constexpr = window is not None
+    if window is None:
+        window = nothing
+    if max_keys is None:
+        max_keys = nothing
+    sizes = (max_q, max_keys, window, n_heads, group, n_m, n_batch_heads, section, n_tiles)
     strides = (nothing, stride_os, stride_oh, nothing, stride_ls, stride_lh)
     # fmt: off
     gl.warp_specialize(
         [
-            (_attend, (0, buffers, bars, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, lens_ptr, strides,
-                       scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES, True, False,
-                       PAGED, SOFTCAP, SINKS, LSE, PACK, SPLITS, MIN_SHARE)),
-            (_attend, (1, buffers, bars, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, lens_ptr, strides,
-                       scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES, True, False,
-                       PAGED, SOFTCAP, SINKS, LSE, PACK, SPLITS, MIN_SHARE)),
+            (_attend, (0, buffers, bars, out_ptr, lse_ptr, sinks_ptr, scales_ptr, cu_q_ptr,
+                       lens_ptr, strides, scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES,
+                       True, WINDOW, PAGED, SOFTCAP, SINKS, LSE, PACK, SPLITS, MIN_SHARE, SCALES)),
+            (_attend, (1, buffers, bars, out_ptr, lse_ptr, sinks_ptr, scales_ptr, cu_q_ptr,
+                       lens_ptr, strides, scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES,
+                       True, WINDOW, PAGED, SOFTCAP, SINKS, LSE, PACK, SPLITS, MIN_SHARE, SCALES)),
             (_load, (q_desc, k_desc, v_desc, buffers, bars, cu_q_ptr, lens_ptr, table_ptr,
-                     stride_tb, sizes, M, N, D, STAGES, PAGE, PACK, SPLITS, MIN_SHARE)),
+                     stride_tb, sizes, M, N, D, STAGES, PAGE, WINDOW, PACK, SPLITS, MIN_SHARE)),
         ],
         [4, 1], [240, 24])
     # fmt: on
@@ -271,6 +281,8 @@ def bind(
     has_sinks: bool,
     has_lse: bool,
     config: Config,
+    window: int | None = None,
+    scales: int = 0,
 ) -> Callable[..., None]:
     """``launch(q, k_cache, v_cache, table, lens, cu_seqlens_q, out, lse, sinks)`` of such tensors.
 
@@ -278,6 +290,9 @@ def bind(
     needs q and the caches at addresses that divide by 16. With SPLITS, out is an fp32 tensor of
     parts instead, [n_tokens, num_heads, SPLITS, head_dim] and then [n_tokens, num_heads, SPLITS]
     log-sum-exps, lse and sinks are None, and the results are yet to be merged.
+
+    With ``scales`` (OF_KEYS, OF_CHANNELS) keys are fp16 codes, table is None as a sequence's pages
+    are those of its row in a table of all, and the scales are an argument behind sinks.
     """
     (n_tokens, n_heads, head_dim), splits = q.shape, config["SPLITS"]
     n, dim, block_size = config["BLOCK_N"], _block_dim(head_dim), k_cache.shape[1]
@@ -303,6 +318,8 @@ def bind(
         n_heads * splits,
         splits,
         max_seqlen_q,
+        block_table.shape[1] * block_size if scales else None,
+        window,
         n_heads // pack,
         group // pack,
         n_m,
@@ -332,7 +349,10 @@ def bind(
         PACK=pack,
         SPLITS=splits,
         MIN_SHARE=config["MIN_SHARE"] if splits > 1 else 1,
+        SCALES=scales,
         PDL=config["PDL"],
         **({"launch_pdl": True} if config["PDL"] else {}),
     )
-    return lambda *tensors: start(*tensors, *numbers)
+    if scales:
+        return lambda *tensors: start(*tensors, *numbers)
+    return lambda *tensors: start(*tensors, None, *numbers)

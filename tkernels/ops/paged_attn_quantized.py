@@ -16,7 +16,8 @@ apart as even and odd channels, each a product of its own. (On Ascend, and for f
 upper half.)
 
 Few tokens have residuals. Here they are gathered, LIST at a time, by a launch of their own beside
-that of all others. ``variant`` "hopper" (``paged_attn_quantized_hopper``) finds them in passing.
+that of all others. ``variant`` "hopper" (``paged_attn_quantized_hopper``) finds them in passing;
+"hopper_chunk" (``paged_attn_quantized_chunk``) first writes what chunks read in 16 bits.
 
 Tiles, splits and how they are merged are ``paged_attn``'s.
 """
@@ -30,7 +31,15 @@ from typing import Any
 
 import torch
 
-from tkernels import attention, check, device, paged_attn_order, paged_attn_quantized_hopper
+from tkernels import (
+    attention,
+    check,
+    device,
+    paged_attn_hopper,
+    paged_attn_order,
+    paged_attn_quantized_chunk,
+    paged_attn_quantized_hopper,
+)
 from tkernels.check import check_contiguous, check_dtype, check_shape, check_tensor, describe
 from tkernels.config import planned, resolve
 from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
@@ -802,17 +811,31 @@ def _plan(*given: Any, config: Config | None) -> Callable[..., None] | None:
         facts,
     )
     # fmt: on
-    if cfg.pop("variant") == "portable":
+    variant = cfg.pop("variant")
+    if variant == "portable":
         return _bind_portable(call, cfg, max_programs)
-    hopper = _bind_hopper(call, cfg, max_programs)
     other = _portable_config(dict(zip(SPEC.problem_fields, values, strict=True)), device.current())
     del other["variant"], other["programs_per_core"]
     portable = _bind_portable(call, other, max_programs)
+    # fmt: off
+    if variant == "hopper":
+        hopper = _bind_hopper(call, cfg, max_programs)
+    elif paged_attn_quantized_chunk.takes(q, static, residual_block, has_lse):
+        hopper = paged_attn_quantized_chunk.bind_body(
+            q, k_codes, block_table, out, max_seqlen_q=max_seqlen_q, scale=scale, window=window,
+            softcap=softcap, has_sinks="s" in options, has_lse=has_lse, static=static,
+            n_slots=call.n_slots, residual_block=residual_block, mantissa_bits=mantissa_bits,
+            config=cfg, max_programs=max_programs)
+    else:
+        return portable
+    # fmt: on
     addressable = not device.current().compile_only
+    # The body for chunks stores results 16 bytes at a time, too.
+    out_at = slice(13, 14) if variant == "hopper_chunk" else slice(0)
 
     def by_address(*tensors: Any) -> None:
         # Codes are copied 16 bytes at a time, scales 8; what reads them knows only of 16.
-        odd = addressable and any(t.data_ptr() % 16 for t in tensors[:_N_READ])
+        odd = addressable and any(t.data_ptr() % 16 for t in (*tensors[:_N_READ], *tensors[out_at]))
         (portable if odd else hopper)(*tensors)
 
     return by_address
@@ -1078,7 +1101,8 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     if not dev.registers:
         return space
     if dev.arch == "sm90":
-        space["variant"] = ["portable", "hopper"]
+        space["variant"] = ["portable", "hopper", "hopper_chunk"]
+        space["SPLITS"] = sorted({*space["SPLITS"], *paged_attn_hopper.SPLITS})
     return {
         **space,
         "LONG_FIRST": [False, True] if dev.arch == "sm90" else [False],
@@ -1104,7 +1128,10 @@ _HOPPER: Config = {
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
-    """The Hopper body where it can and there are tiles enough for a program of one warp each."""
+    """Hopper's body for decode where it can and there are tiles enough for a program of one warp
+    each, and that for chunks where it says that it suits."""
+    if chunk := paged_attn_quantized_chunk.default_config(problem, dev):
+        return chunk
     tiles, residuals = problem["batch"] * problem["num_kv_heads"], problem["residual_block"] > 0
     few = tiles < dev.num_cores // 4 and not residuals
     if few or paged_attn_quantized_hopper.why_unfit(problem, dev):
@@ -1197,8 +1224,10 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     variant = config.get("variant", "portable")
     if variant == "hopper":
         return _why_not_hopper(config, problem, dev)
+    if variant == "hopper_chunk":
+        return paged_attn_quantized_chunk.why_illegal(config, problem, dev)
     if variant != "portable":
-        return f"variant must be portable or hopper, got {variant!r}"
+        return f"variant must be portable, hopper or hopper_chunk, got {variant!r}"
     if config.get("LONG_FIRST"):
         return "LONG_FIRST needs variant hopper"
     m, n, block_size = config["BLOCK_M"], config["BLOCK_N"], problem["block_size"]

@@ -1,0 +1,383 @@
+"""The body of paged_attn_quantized for chunks on Hopper: refusals, what it converts, results.
+
+Without a GPU it is compiled for sm_90, and its conversion is interpreted.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tkernels import device, paged_attn_quantized_chunk
+from tkernels.kv_format import FORMATS, QuantizedKV, read_positions
+from tkernels.ops.paged_attn_quantized import SPEC
+from tkernels.quantized_attention_cases import problem_of
+from tkernels.registry import Config, Problem
+from tkernels.testing import assert_right, bytes_of, poisoned_memory, tensors_of
+
+SM90 = device.sm_facts(90)
+BF16, FP16 = torch.bfloat16, torch.float16
+MODES = ("int8", "int8_static", "int8_fp4", "int8_static_fp4")
+CACHES = [
+    f"{which}_{name}"
+    for which in "kv"
+    for name in ("codes", "scale", "slots", "residual", "residual_scale")
+]
+
+
+def chunk(
+    q_lens: Any, contexts: Any = (8192,), heads: str = "32/8x128", mode: str = "int8", **more: Any
+) -> Problem:
+    return problem_of(contexts, heads, more.pop("dtype", BF16), mode, q_lens=q_lens, **more)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, None),
+        ({"mode": "int8_static_fp4", "heads": "8/2x256", "window": 5}, None),
+        ({"mode": "int8_fp4", "heads": "8/8x64", "residual_block": 16, "block_size": 256}, None),
+        ({"q_lens": None}, "needs cu_seqlens_q"),
+        ({"dtype": torch.float32}, "needs bfloat16 or float16, got torch.float32"),
+        ({"heads": "8/2x96"}, "has head_dim 64, 128 or 256, got 96"),
+        ({"max_context": 131072}, None),  # 512 MiB
+        ({"max_context": 131073}, "up to 536870912 bytes, got 537395200"),
+        ({"dev": device.sm_facts(80)}, "got sm80"),
+        ({"dev": device.ascend_facts()}, "got ascend910b"),
+    ],
+)
+def test_why_unfit(changed: dict[str, Any], why: str | None) -> None:
+    given = {"q_lens": (2048,), **changed}
+    dev = given.pop("dev", SM90)
+    said = paged_attn_quantized_chunk.why_unfit(chunk(**given), dev)
+    assert said is None if why is None else why in str(said)
+
+
+# ---- what is converted -------------------------------------------------------------------------
+
+
+def numbers_of(
+    inputs: dict[str, Any], which: str, place: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """What is made of positions ``place``: [n, head, dim]."""
+    codes, scale, *pool = (inputs[name] for name in CACHES if name.startswith(which))
+    ones = torch.ones(codes.shape[2:], device=codes.device)
+    cache = QuantizedKV(codes, ones, *(pool if pool[0].numel() else ()))
+    cache = cache._replace(residual_format=FORMATS[inputs["mantissa_bits"]])
+    numbers = read_positions(cache, place)  # code + residual
+    if which == "k":
+        return numbers.to(FP16)
+    if scale.dim() == 2:
+        return (numbers * scale).to(dtype)
+    return (numbers * scale.abs().transpose(1, 2).flatten(0, 1)[place][..., None]).to(dtype)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_conversion(mode: str, dtype: torch.dtype, window: int | None, dev: torch.device) -> None:
+    """Of what is in sight each number, once; around it zeros; what nobody sees is not looked at."""
+    contexts, q_lens, page = (150, 40, 0, 77, 300), (5, 0, 0, 9, 150), 64
+    problem = chunk(
+        q_lens, contexts, "4/2x64", mode, dtype=dtype, window=window, residual_block=16,
+        mantissa_bits=0, max_context=400,
+    )  # fmt: skip
+    inputs = SPEC.make_inputs(problem, dev)
+    if "fp4" in mode:  # one number of a slot is past the pool
+        first = int(inputs["block_table"][4, 17])
+        n_slots = inputs["k_residual"].shape[1]
+        inputs["k_slots"][first, 1, 3] = n_slots + 7
+        if "static" not in mode:
+            inputs["k_scale"][first, 1, 3] = -1.0
+        exact = {**inputs, "k_slots": inputs["k_slots"].clone()}
+        exact["k_slots"][first, 1, 3] = n_slots - 1
+        inputs["k_residual_scale"][1, n_slots - 1] = 120
+    else:
+        exact = inputs
+    convert = paged_attn_quantized_chunk.bind_conversion(
+        inputs["k_codes"],
+        inputs["block_table"],
+        page=page,
+        window=window,
+        static="static" in mode,
+        n_slots=inputs["k_residual"].shape[1] if "fp4" in mode else 0,
+        residual_block=problem["residual_block"],
+        mantissa_bits=0,
+        pdl=False,
+    )
+    columns = 400 // page + 1
+    made = [
+        torch.full((5 * columns, 2, page, 64), torch.nan, dtype=t, device=dev)
+        for t in (FP16, dtype)
+    ]
+    scales = torch.full((5, 2, columns * page), torch.nan, device=dev)
+    caches = [inputs[name] for name in CACHES]
+    lens, ends = inputs["context_lens"], inputs["cu_seqlens_q"]
+    convert(*caches, inputs["block_table"], lens, ends, *made, scales)
+    token = torch.arange(columns * page, device=dev)
+    for which, got in zip("kv", made, strict=True):
+        got = got.view(5, columns, 2, page, 64).transpose(2, 3).reshape(5, columns * page, 2, 64)
+        for b, (n, new) in enumerate(zip(contexts, q_lens, strict=True)):
+            low = 0 if window is None else max(n - new - window + 1, 0)
+            base, end = low // page * page, device.cdiv(n, 32) * 32
+            if new == 0:
+                base = end = low = n = 0
+            seen = token[low:n]
+            place = inputs["block_table"][b, seen // 16].long() * 16 + seen % 16
+            wanted = numbers_of(exact, which, place, dtype)
+            assert torch.equal(bytes_of(got[b, low:n]), bytes_of(wanted)), (which, b)
+            assert not bool(got[b, base:low].any())
+            assert not bool(got[b, n:end].any())
+            assert bool(got[b, :base].isnan().all())
+            assert bool(got[b, end:].isnan().all())
+            if "static" not in mode and which == "k":
+                of_token = inputs["k_scale"].transpose(1, 2).flatten(0, 1)[place].abs()
+                assert torch.equal(scales[b, :, low:n], of_token.T)
+                assert not bool(scales[b, :, base:low].any())
+    if "static" in mode:
+        assert bool(scales.isnan().all())
+
+
+# ---- results, on the GPU -----------------------------------------------------------------------
+
+gpu = pytest.mark.gpu
+needs_sm90 = pytest.mark.skipif(
+    device.current().arch != "sm90", reason="needs an sm90 GPU; this machine has none"
+)
+
+
+def config_of(head_dim: int = 128, **changes: Any) -> Config:
+    problem = chunk((2048,), heads=f"8/2x{head_dim}")
+    config = {**SPEC.default_config({**problem, "num_heads": 32, "num_kv_heads": 8}, SM90)}
+    assert (config["variant"], config["SPLITS"]) == ("hopper_chunk", 1)
+    return {**config, **changes}
+
+
+def run(inputs: dict[str, Any], **more: Any) -> tuple[torch.Tensor, ...]:
+    with poisoned_memory():  # what nobody has written is NaN
+        return tensors_of(SPEC.launch(**{**inputs, **more}))
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("seed", range(28))
+def test_random_problems_and_configs(seed: int, dev: torch.device) -> None:
+    """What is out of sight is NaN, a slot past the pool, or no block at all; the same bits again.
+
+    A log-sum-exp is asked for where this body gives it.
+    """
+    rng = random.Random(seed)
+    mode, dim, window = MODES[seed % 4], (64, 128, 256)[seed % 3], rng.choice((None, None, 1, 300))
+    kv_heads, group = rng.choice((1, 2)), rng.choice((1, 2, 3, 4, 8))
+    given = {
+        "mode": mode,
+        "heads": f"{kv_heads * group}/{kv_heads}x{dim}",
+        "dtype": rng.choice((BF16, FP16)),
+        "block_size": rng.choice((16, 32, 128, 256)),
+        "residual_block": rng.choice((16, 32)),
+        "mantissa_bits": rng.choice((0, 1, 2)),
+        "outliers": rng.choice((0.0, 0.04, 0.3, 1.0)),
+        "max_context": 3000,
+        "window": window,
+        "softcap": rng.choice((None, None, 5.0)),
+        "sinks": rng.random() < 0.4,
+        "lse": mode == "int8" and rng.random() < 0.7,
+    }
+    block_n = rng.choice((32, 64)) if dim == 256 else rng.choice((32, 64, 128))
+    config = config_of(
+        dim,
+        BLOCK_N=block_n,
+        num_stages=2 if dim == 256 else rng.choice((2, 3)) if block_n < 128 or dim == 64 else 2,
+        SPLITS=1 if window else rng.choice((1, 1, 2, 5, 16)),
+        MIN_SHARE=rng.choice((64, 128, 256)),
+        PACK_HEADS=64 % group == 0 and rng.random() < 0.5,
+        PDL=rng.random() < 0.5,
+    )
+    for _ in range(6):
+        contexts = [
+            rng.choice((0, 1, 15, 16, 127, 128, 129, 1000, 1025, 3000))
+            for _ in range(rng.choice((1, 2, 4)))
+        ]
+        q_lens = [min(rng.choice((1, 63, 64, 65, 130, 300)), n + 9) for n in contexts]
+        if len(q_lens) > 1:
+            q_lens[rng.randrange(len(q_lens))] *= rng.choice((0, 1))
+        problem = chunk(q_lens, contexts, **given)
+        assert SPEC.why_illegal(config, problem, device.current()) is None
+        inputs = SPEC.make_inputs(problem, dev)
+        what = f"{problem} with {config}"
+        got = run(inputs, config=config)
+        try:
+            assert_right(SPEC, inputs, got)
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {error}") from None
+        for a, b in zip(got, run(inputs, config=config), strict=True):
+            assert torch.equal(bytes_of(a), bytes_of(b)), what
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("q_len", [256, 2048])
+def test_default_of_chunks(q_len: int, mode: str, dev: torch.device) -> None:
+    """At the end of many keys, into rows that lie apart; with lse by whichever body gives it."""
+    problem = chunk((q_len,), (5000,), mode=mode, max_context=8192, outliers=0.04)
+    config = SPEC.default_config(problem, device.current())
+    assert (config["variant"], config["SPLITS"] > 1) == ("hopper_chunk", q_len == 256)
+    inputs = SPEC.make_inputs(problem, dev)
+    got = run(inputs, config=config)
+    assert_right(SPEC, inputs, got)
+    wide = torch.full((q_len + 2, 32, 136), 7.0, dtype=BF16, device=dev)
+    out = wide[1:-1, :, 8:]
+    run(inputs, out=out, config=config)
+    assert torch.equal(out, got[0])
+    out.fill_(7.0)
+    assert bool((wide == 7.0).all())
+    with_lse = {**inputs, "return_lse": True}
+    assert_right(SPEC, with_lse, run(with_lse, config=config))
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1e4, 1e30])
+@pytest.mark.parametrize("mode", ["int8", "int8_static"])
+def test_sizes_of_queries(mode: str, size: float, dev: torch.device) -> None:
+    """fp16 holds none of these; scales of keys take the size away again."""
+    inputs = SPEC.make_inputs(chunk((100, 30), (700, 30), "8/2x128", mode), dev)
+    inputs["q"] = (inputs["q"].float() * size).to(BF16)
+    inputs["k_scale"] = inputs["k_scale"] / size
+    inputs["return_lse"] = mode == "int8"
+    assert_right(SPEC, inputs, run(inputs, config=config_of()))
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
+def test_a_row_that_is_no_number_spoils_itself_alone(spoilt: float, dev: torch.device) -> None:
+    inputs = SPEC.make_inputs(chunk((200,), (700,), "8/2x128"), dev)
+    clean = run(inputs, config=config_of())[0]
+    inputs["q"][77, 2, 5] = spoilt
+    got = run(inputs, config=config_of())[0]
+    assert bool(got[77, 2].isnan().any())
+    got[77, 2] = clean[77, 2]
+    assert torch.equal(got, clean)
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_a_scale_that_is_no_number_spoils_who_sees_it(which: str, dev: torch.device) -> None:
+    inputs = SPEC.make_inputs(chunk((200, 100), (700, 300), "8/2x128"), dev)
+    clean = run(inputs, config=config_of())[0]
+    block = int(inputs["block_table"][0, 600 // 16])
+    inputs[f"{which}_scale"][block, 1, 600 % 16] = torch.nan
+    got = run(inputs, config=config_of())[0]
+    assert bool(got[100:200, 4:].isnan().all())  # of token 600 on, the heads that share this one
+    got[100:200, 4:] = clean[100:200, 4:]
+    if which == "v":  # whose weight for those before it is zero, in the same block of keys
+        got[76:100, 4:] = clean[76:100, 4:]
+    assert torch.equal(got, clean)
+
+
+@gpu
+@needs_sm90
+def test_it_reads_whatever_lies_at_odd_addresses(dev: torch.device) -> None:
+    """Codes, scales, residuals, q or out that do not lie at 16 bytes take the portable body."""
+    inputs = SPEC.make_inputs(chunk((100,), (700,), "8/2x128", "int8_fp4"), dev)
+    inputs["out"] = torch.empty_like(inputs["q"])
+    for name in ("q", "out", "k_codes", "v_scale", "k_slots", "v_residual", "k_residual_scale"):
+        kept = inputs[name]
+        step = 4 // kept.element_size() if name != "k_slots" else 2
+        buffer = torch.zeros(kept.numel() + step, dtype=kept.dtype, device=dev)
+        moved = buffer[step:].view(kept.shape)
+        moved.copy_(kept)
+        assert moved.data_ptr() % 16
+        moved_inputs = {**inputs, name: moved}
+        got = run(moved_inputs, config=config_of())
+        assert_right(SPEC, {n: t for n, t in moved_inputs.items() if n != "out"}, got)
+    apart = torch.empty(100, 8, 129, dtype=BF16, device=dev)[..., :128]
+    apart.copy_(inputs["q"])
+    given = {**{n: t for n, t in inputs.items() if n != "out"}, "q": apart}
+    assert_right(SPEC, given, run(given, config=config_of()))
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_one_graph_for_all_lengths(mode: str, splits: int, dev: torch.device) -> None:
+    """A step's tensors hold other sequences, tables and caches each time."""
+    config = config_of(SPLITS=splits, MIN_SHARE=64)
+
+    def made(contexts: Any, q_lens: Any) -> dict[str, Any]:
+        problem = chunk(
+            q_lens, contexts, "8/2x128", mode, max_context=2000, poison=False, lse=mode == "int8"
+        )
+        return SPEC.make_inputs({**problem, "max_seqlen_q": 224}, dev)
+
+    inputs = made((2000, 1999, 700), (224, 20, 200))
+    out = torch.empty_like(inputs["q"])
+    run(inputs, out=out, config=config)
+    graph = device.new_graph()
+    with device.capture(graph):
+        results = tensors_of(SPEC.launch(**inputs, out=out, config=config))
+    for contexts, q_lens in (
+        ((2000, 1999, 700), (224, 20, 200)),
+        ((0, 0, 0), (0, 0, 0)),
+        ((1, 2000, 0), (1, 224, 0)),
+        ((300, 257, 64), (100, 0, 64)),
+        ((2000, 513, 1025), (224, 220, 0)),
+    ):
+        new = made(contexts, q_lens)
+        for name, value in new.items():
+            if isinstance(value, torch.Tensor):
+                inputs[name][tuple(slice(n) for n in value.shape)].copy_(value)
+        for result in results:
+            result.fill_(7.0)
+        graph.replay()
+        n = sum(q_lens)
+        assert_right(SPEC, new, [t[:n] for t in results])
+        assert all(bool((t[n:] == 7.0).all()) for t in results)
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("mode", ["int8_fp4", "int8_static_fp4"])
+def test_it_waits_for_what_was_launched_before(mode: str, splits: int, dev: torch.device) -> None:
+    """All that it reads is written by the kernels right before, and no call's numbers by others."""
+    problem = chunk((70,) * 3, (512,) * 3, "8/2x128", mode, poison=False)
+    new = SPEC.make_inputs(problem, dev)
+    names = [n for n, t in new.items() if isinstance(t, torch.Tensor)]
+    old = {n: torch.zeros_like(t) if n in names else t for n, t in new.items()}
+    config = config_of(SPLITS=splits, MIN_SHARE=64)
+    expected = run(new, config=config)[0]
+    for last in names:
+        for n in names:
+            old[n].zero_()
+        run(old, config=config)
+        for n in [*(n for n in names if n != last), last]:
+            old[n].copy_(new[n])
+        assert torch.equal(run(old, config=config)[0], expected), f"written last: {last}"
+    sets = [{**new, "q": torch.roll(new["q"], i, -1)} for i in range(8)]
+    wanted = [run(each, config=config)[0] for each in sets]
+    outs = [torch.empty_like(new["q"]) for _ in sets]
+    graph = device.new_graph()
+    with device.capture(graph):
+        for each, out in zip(sets, outs, strict=True):
+            SPEC.launch(**each, out=out, config=config)
+    for _ in range(20):
+        graph.replay()
+    device.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("mode", MODES)
+def test_pages_that_sequences_share(mode: str, dev: torch.device) -> None:
+    inputs = SPEC.make_inputs(chunk((200, 180), (700, 600), "8/2x128", mode, poison=False), dev)
+    inputs["block_table"][1, :30] = inputs["block_table"][0, :30]
+    assert_right(SPEC, inputs, run(inputs, config=config_of()))
