@@ -49,8 +49,7 @@ ALL_HEADS = 1 << 16  # as a SECTION: more than there are
 BLOCK_M = 128  # queries of a program: 64 for each group of four warps, what one wgmma takes
 
 PAGED = gl.constexpr(2)  # of VARLEN, if queries are packed but keys lie in pages
-# Of SCALES, where keys are fp16 codes: a scale a key, [batch, key heads, keys], or a channel, [key
-# heads, HEAD_DIM].
+# Of SCALES, where keys are fp16 codes: each key has a scale, or each channel of keys and of values.
 OF_KEYS, OF_CHANNELS = gl.constexpr(1), gl.constexpr(2)
 _LOG2E = gl.constexpr(math.log2(math.e))
 _LN2 = gl.constexpr(math.log(2.0))
@@ -260,19 +259,31 @@ def _zero_rows(tile, n_rows, N: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
+def _channels(ptr, first, D: gl.constexpr, HEAD_DIM: gl.constexpr, layout: gl.constexpr):
+    d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    return gl.load(ptr + first + d, mask=d < HEAD_DIM, other=0.0)
+
+
+@gluon.jit
+def _row_of(row, layout: gl.constexpr, N: gl.constexpr):
+    """[1, N] in shared memory as the columns of a tile have it."""
+    flat = _view(row, row.dtype, [N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return flat.load(gl.SliceLayout(0, layout))
+
+
+@gluon.jit
 def _in_fp16(
-    q, scale_ptr, M: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, SCALED: gl.constexpr
+    q, channels_ptr, first, M: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr
 ):  # fmt: skip
     """(queries in fp16, where they lay, and what they count in): rows whose largest is 1 to 2.
 
     Units are powers of two, so that nothing is rounded but what is 2^-14 of a row's largest, and
-    products with a channel's scale (SCALED).
+    products with channels' scales, if there are some.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     x = q.load(layout).to(gl.float32)
-    if SCALED:
-        d = gl.arange(0, D, gl.SliceLayout(0, layout))
-        x = x * gl.load(scale_ptr + d, mask=d < HEAD_DIM, other=0.0)[None, :]
+    if channels_ptr is not None:
+        x = x * _channels(channels_ptr, first, D, HEAD_DIM, layout)[None, :]
     exponent = gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) >> 23
     exponent = gl.minimum(gl.maximum(exponent, 1), 253)
     inverse = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
@@ -284,8 +295,9 @@ def _in_fp16(
 
 @gluon.jit
 def _attend(
-    SIDE: gl.constexpr, buffers, bars, out_ptr, lse_ptr, sinks_ptr, scales_ptr, cu_q_ptr, cu_k_ptr,
-    strides, scale_log2, cap_scale, sizes, HEAD_DIM: gl.constexpr,
+    SIDE: gl.constexpr, buffers, bars, out_ptr, lse_ptr, sinks_ptr, scales_s, k_channels_ptr,
+    v_channels_ptr, cu_q_ptr, cu_k_ptr, strides, scale_log2, cap_scale, sizes,
+    HEAD_DIM: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr,
     SINKS: gl.constexpr, LSE: gl.constexpr, PACK: gl.constexpr, SPLITS: gl.constexpr,
@@ -295,8 +307,9 @@ def _attend(
 
     With SPLITS a tile is computed in parts, and ``out_ptr`` and ``lse_ptr`` are theirs.
 
-    With SCALES keys are fp16 without their scales: queries become fp16 where they lie, and a key's
-    scale is multiplied into its scores. ``max_k`` keys a sequence have one.
+    With SCALES keys are fp16 without their scales, so queries become fp16 where they lie. OF_KEYS:
+    scores are multiplied by those in ``scales_s``, which come and go with the keys. OF_CHANNELS:
+    queries by k_channels_ptr's, and results by v_channels_ptr's, [key heads, HEAD_DIM] each.
     """
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -322,8 +335,6 @@ def _attend(
     for item in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         tile, split = _split_of(item, n_m * n_batch_heads, SPLITS)
         m_tile, b, h = _tile_of(tile, n_m, n_batch_heads, section, n_heads)
-        if SCALES == OF_KEYS:
-            key_scales_ptr = scales_ptr + (b * (n_heads // group) + h // group) * max_k
         b, q0, _, seqlen_q, seqlen_k = _sequence(b, cu_q_ptr, cu_k_ptr, max_q, max_k, VARLEN)
         there = m_tile * TOKENS < seqlen_q
         if SPLITS > 1:
@@ -345,21 +356,20 @@ def _attend(
             hopper.mbarrier.wait(q_full.index(SIDE), done & 1)
             row_scale, row_cap, queries = scale_log2, cap_scale, q
             if SCALES:
-                queries, unit = _in_fp16(
-                    q, scales_ptr + h // group * HEAD_DIM, HALF, D, HEAD_DIM, SCALES == OF_CHANNELS
-                )
+                channels = h // group * HEAD_DIM
+                queries, unit = _in_fp16(q, k_channels_ptr, channels, HALF, D, HEAD_DIM)
                 unit = gl.convert_layout(unit, gl.SliceLayout(1, s_layout))
                 if SOFTCAP:
                     row_cap = (unit * cap_scale)[:, None]
                 else:
                     row_scale = unit * scale_log2
-            if SCALES == OF_KEYS:
-                key_scales = gl.load(key_scales_ptr + n0 + cols)
             hopper.mbarrier.wait(k_full.index(stage), phase)
             _take_turn(MINE)
             k = k_s.index(stage).reshape([N, D]).permute([1, 0])
             s = hopper.warpgroup_mma(queries, k, zero, use_acc=False, is_async=True)
             _pass_turn(OTHER)
+            if SCALES == OF_KEYS:
+                key_scales = _row_of(scales_s.index(stage), s_layout, N)
             s = hopper.warpgroup_mma_wait(0, deps=[s])
             hopper.mbarrier.arrive(k_empty.index(stage), count=1)
             if SCALES == OF_KEYS:
@@ -386,8 +396,6 @@ def _attend(
                 stage = count % STAGES
                 phase = (count // STAGES) & 1
                 n0 -= N
-                if SCALES == OF_KEYS:
-                    key_scales = gl.load(key_scales_ptr + n0 + cols)
                 hopper.mbarrier.wait(k_full.index(stage), phase)
                 _take_turn(MINE)
                 k = k_s.index(stage).reshape([N, D]).permute([1, 0])
@@ -395,6 +403,8 @@ def _attend(
                 v = v_s.index(v_stage).reshape([N, D])
                 acc = hopper.warpgroup_mma(p, v, acc, is_async=True)
                 _pass_turn(OTHER)
+                if SCALES == OF_KEYS:
+                    key_scales = _row_of(scales_s.index(stage), s_layout, N)
                 s = hopper.warpgroup_mma_wait(1, deps=[s])
                 hopper.mbarrier.arrive(k_empty.index(stage), count=1)
                 if SCALES == OF_KEYS:
@@ -446,8 +456,10 @@ def _attend(
                 gl.store(lse_rows, (base + gl.log2(total)) * _LN2, mask=rows < seqlen_q)
             share = gl.where(total == 0.0, 0.0, kept / total)
             o = acc * gl.convert_layout(share, o_rows)[:, None]
+            if SCALES == OF_CHANNELS:
+                o = o * _channels(v_channels_ptr, channels, D, HEAD_DIM, o_layout)[None, :]
             if SPLITS == 1:
-                o = gl.convert_layout(o.to(dtype), store_layout)
+                o = gl.convert_layout(o.to(out_ptr.dtype.element_ty), store_layout)
             packed = gl.arange(0, HALF, gl.SliceLayout(1, out_layout)) % PACK
             o_row = row0 + gl.arange(0, HALF, gl.SliceLayout(1, out_layout)) // PACK
             o_col = gl.arange(0, D, gl.SliceLayout(0, out_layout))
@@ -529,12 +541,12 @@ def _flash_attn_hopper_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (_attend, (0, buffers, bars, out_ptr, lse_ptr, sinks_ptr, None, cu_q_ptr, cu_k_ptr,
-                       strides, scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES, CAUSAL,
-                       WINDOW, VARLEN, SOFTCAP, SINKS, LSE, 1, 1, 1, 0)),
-            (_attend, (1, buffers, bars, out_ptr, lse_ptr, sinks_ptr, None, cu_q_ptr, cu_k_ptr,
-                       strides, scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES, CAUSAL,
-                       WINDOW, VARLEN, SOFTCAP, SINKS, LSE, 1, 1, 1, 0)),
+            (_attend, (0, buffers, bars, out_ptr, lse_ptr, sinks_ptr, None, None, None, cu_q_ptr,
+                       cu_k_ptr, strides, scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES,
+                       CAUSAL, WINDOW, VARLEN, SOFTCAP, SINKS, LSE, 1, 1, 1, 0)),
+            (_attend, (1, buffers, bars, out_ptr, lse_ptr, sinks_ptr, None, None, None, cu_q_ptr,
+                       cu_k_ptr, strides, scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES,
+                       CAUSAL, WINDOW, VARLEN, SOFTCAP, SINKS, LSE, 1, 1, 1, 0)),
             (_load, (q_desc, k_desc, v_desc, buffers, bars, cu_q_ptr, cu_k_ptr, sizes, M, N, D,
                      STAGES, CAUSAL, WINDOW, VARLEN)),
         ],
@@ -742,6 +754,20 @@ def _describer(
         made = cls.__new__(cls)
         made.base, made.shape, made.strides = tensor, shape, strides
         made.block_shape, made.layout = [1, n_rows, n_heads, dim], layout
+        return made
+
+    return describe
+
+
+def _row_describer(n_rows: int, width: int, n: int) -> Callable[[torch.Tensor], Any]:
+    """The same of contiguous fp32 [n_rows, width], ``n`` values of a row at a time."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    cls = device.triton_part("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
+
+    def describe(tensor: torch.Tensor) -> Any:
+        made = cls.__new__(cls)
+        made.base, made.shape, made.strides = tensor, [n_rows, width], [width, 1]
+        made.block_shape, made.layout = [1, n], layout
         return made
 
     return describe

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,12 +29,14 @@ from tkernels import flash_attn_hopper as flash
 from tkernels.device import Device, cdiv
 from tkernels.flash_attn_hopper import (
     BLOCK_M,
+    OF_KEYS,
     PAGED,
     _attend,
     _block_dim,
     _describer,
     _key_blocks,
     _load_tile,
+    _row_describer,
     _share,
     _split_of,
     _tile_of,
@@ -56,11 +58,17 @@ MIN_SHARE = 256  # keys: two blocks, where the cost of a program is one or two m
 
 
 @gluon.jit
-def _load_pages(tile, desc, pages, head, bar, PAGE: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
-    """Fetch N keys (or values) of one head: [pages, 1, PAGE, 1, 64] for each 64 of D values."""
+def _load_pages(
+    tile, desc, pages, head, bar, PAGE: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
+    MORE: gl.constexpr,
+):  # fmt: skip
+    """Fetch N keys (or values) of one head: [pages, 1, PAGE, 1, 64] for each 64 of D values.
+
+    MORE bytes are fetched with them.
+    """
     n_pages: gl.constexpr = N // PAGE
     parts = _view(tile, desc.dtype, [D // 64 * n_pages, 1, PAGE, 1, 64], desc.layout)
-    hopper.mbarrier.expect(bar, N * D * 2)
+    hopper.mbarrier.expect(bar, N * D * 2 + MORE)
     for part in gl.static_range(D // 64):
         for i in gl.static_range(n_pages):
             place = parts.index(part * n_pages + i)
@@ -69,7 +77,8 @@ def _load_pages(tile, desc, pages, head, bar, PAGE: gl.constexpr, N: gl.constexp
 
 @gluon.jit
 def _load(
-    q_desc, k_desc, v_desc, buffers, bars, cu_q_ptr, lens_ptr, table_ptr, stride_tb, sizes,
+    q_desc, k_desc, v_desc, scales_desc, buffers, scales_s, bars, cu_q_ptr, lens_ptr, table_ptr,
+    stride_tb, sizes,
     M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
     WINDOW: gl.constexpr, PACK: gl.constexpr, SPLITS: gl.constexpr, MIN_SHARE: gl.constexpr,
 ):  # fmt: skip
@@ -114,13 +123,20 @@ def _load(
                 stage = count % STAGES
                 phase = ((count // STAGES) & 1) ^ 1
                 hopper.mbarrier.wait(k_empty.index(stage), phase)
+                # fmt: off
                 _load_pages(
-                    k_s.index(stage), k_desc, pages, h // group, k_full.index(stage), PAGE, N, D
-                )
+                    k_s.index(stage), k_desc, pages, h // group, k_full.index(stage), PAGE, N, D,
+                    0 if scales_desc is None else N * 4)
+                if scales_desc is not None:
+                    row = b * (n_heads // group) + h // group
+                    _load_tile(
+                        scales_desc, [row, (end - 1 - j) * N], k_full.index(stage),
+                        scales_s.index(stage))
                 hopper.mbarrier.wait(v_empty.index(stage), phase)
                 _load_pages(
-                    v_s.index(stage), v_desc, pages, h // group, v_full.index(stage), PAGE, N, D
-                )
+                    v_s.index(stage), v_desc, pages, h // group, v_full.index(stage), PAGE, N, D,
+                    0)
+                # fmt: on
                 count += 1
             done += 1
 
@@ -131,13 +147,15 @@ def _paged_attn_hopper_kernel(
     q_desc,
     k_desc,
     v_desc,
+    scales_desc,  # of keys, or None
     table_ptr,  # None: sequences lie one after the other, with stride_tb pages each
     lens_ptr,
     cu_q_ptr,
     out_ptr,
     lse_ptr,
     sinks_ptr,
-    scales_ptr,  # of keys or of their channels, with SCALES
+    k_channels_ptr,  # scales of channels, or None
+    v_channels_ptr,
     scale_log2,  # of the scores (of the softcap, where there is one) times log2(e)
     cap_scale,  # scale / softcap
     stride_tb,
@@ -146,7 +164,6 @@ def _paged_attn_hopper_kernel(
     stride_ls,
     stride_lh,
     max_q,
-    max_keys,  # of a sequence, with SCALES
     window,  # None: there is none
     n_heads,  # as tiles have them: packs of heads, where a tile has several
     group,  # such heads a key head
@@ -201,21 +218,25 @@ def _paged_attn_hopper_kernel(
     WINDOW: gl.constexpr = window is not None
     if window is None:
         window = nothing
-    if max_keys is None:
-        max_keys = nothing
-    sizes = (max_q, max_keys, window, n_heads, group, n_m, n_batch_heads, section, n_tiles)
+    scales_s = q_full  # stands in for none, and is not read
+    if scales_desc is not None:
+        scales_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, N], scales_desc.layout)
+    sizes = (max_q, nothing, window, n_heads, group, n_m, n_batch_heads, section, n_tiles)
     strides = (nothing, stride_os, stride_oh, nothing, stride_ls, stride_lh)
     # fmt: off
     gl.warp_specialize(
         [
-            (_attend, (0, buffers, bars, out_ptr, lse_ptr, sinks_ptr, scales_ptr, cu_q_ptr,
-                       lens_ptr, strides, scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES,
-                       True, WINDOW, PAGED, SOFTCAP, SINKS, LSE, PACK, SPLITS, MIN_SHARE, SCALES)),
-            (_attend, (1, buffers, bars, out_ptr, lse_ptr, sinks_ptr, scales_ptr, cu_q_ptr,
-                       lens_ptr, strides, scale_log2, cap_scale, sizes, HEAD_DIM, M, N, D, STAGES,
-                       True, WINDOW, PAGED, SOFTCAP, SINKS, LSE, PACK, SPLITS, MIN_SHARE, SCALES)),
-            (_load, (q_desc, k_desc, v_desc, buffers, bars, cu_q_ptr, lens_ptr, table_ptr,
-                     stride_tb, sizes, M, N, D, STAGES, PAGE, WINDOW, PACK, SPLITS, MIN_SHARE)),
+            (_attend, (0, buffers, bars, out_ptr, lse_ptr, sinks_ptr, scales_s, k_channels_ptr,
+                       v_channels_ptr, cu_q_ptr, lens_ptr, strides, scale_log2, cap_scale, sizes,
+                       HEAD_DIM, M, N, D, STAGES, True, WINDOW, PAGED, SOFTCAP, SINKS, LSE, PACK,
+                       SPLITS, MIN_SHARE, SCALES)),
+            (_attend, (1, buffers, bars, out_ptr, lse_ptr, sinks_ptr, scales_s, k_channels_ptr,
+                       v_channels_ptr, cu_q_ptr, lens_ptr, strides, scale_log2, cap_scale, sizes,
+                       HEAD_DIM, M, N, D, STAGES, True, WINDOW, PAGED, SOFTCAP, SINKS, LSE, PACK,
+                       SPLITS, MIN_SHARE, SCALES)),
+            (_load, (q_desc, k_desc, v_desc, scales_desc, buffers, scales_s, bars, cu_q_ptr,
+                     lens_ptr, table_ptr, stride_tb, sizes, M, N, D, STAGES, PAGE, WINDOW, PACK,
+                     SPLITS, MIN_SHARE)),
         ],
         [4, 1], [240, 24])
     # fmt: on
@@ -282,7 +303,7 @@ def bind(
     has_lse: bool,
     config: Config,
     window: int | None = None,
-    scales: int = 0,
+    scales: Any = 0,
 ) -> Callable[..., None]:
     """``launch(q, k_cache, v_cache, table, lens, cu_seqlens_q, out, lse, sinks)`` of such tensors.
 
@@ -291,8 +312,10 @@ def bind(
     parts instead, [n_tokens, num_heads, SPLITS, head_dim] and then [n_tokens, num_heads, SPLITS]
     log-sum-exps, lse and sinks are None, and the results are yet to be merged.
 
-    With ``scales`` (OF_KEYS, OF_CHANNELS) keys are fp16 codes, table is None as a sequence's pages
-    are those of its row in a table of all, and the scales are an argument behind sinks.
+    With ``scales`` (OF_KEYS, OF_CHANNELS) keys are fp16 codes, and values those of OF_CHANNELS, a
+    sequence's pages are those of its row in a table of all, and it is ``launch(q, k_cache, v_cache,
+    scales, None, lens, cu_seqlens_q, out, lse, sinks, k_channels, v_channels)``, with None for the
+    scales that there are not. Those of keys are fp32 [batch, kv heads, keys that a row has].
     """
     (n_tokens, n_heads, head_dim), splits = q.shape, config["SPLITS"]
     n, dim, block_size = config["BLOCK_N"], _block_dim(head_dim), k_cache.shape[1]
@@ -318,7 +341,6 @@ def bind(
         n_heads * splits,
         splits,
         max_seqlen_q,
-        block_table.shape[1] * block_size if scales else None,
         window,
         n_heads // pack,
         group // pack,
@@ -328,14 +350,18 @@ def bind(
         n_tiles,
         n_tokens * n_heads * splits,
     )
+    described = [
+        _describer(q, BLOCK_M // 2 // pack, dim, pack),
+        _describer(k_cache, block_size, 64),
+        _describer(v_cache, block_size, 64),
+    ]
+    if scales == OF_KEYS.value:
+        rows = batch * k_cache.shape[2]
+        described.append(_row_describer(rows, block_table.shape[1] * block_size, n))
     start = device.bind_described(
         _paged_attn_hopper_kernel,
         (min(n_tiles, n_programs),),
-        (
-            _describer(q, BLOCK_M // 2 // pack, dim, pack),
-            _describer(k_cache, block_size, 64),
-            _describer(v_cache, block_size, 64),
-        ),
+        tuple(described),
         num_warps=4,
         HEAD_DIM=head_dim,
         M=BLOCK_M,
@@ -355,4 +381,4 @@ def bind(
     )
     if scales:
         return lambda *tensors: start(*tensors, *numbers)
-    return lambda *tensors: start(*tensors, None, *numbers)
+    return lambda q, k, v, *tensors: start(q, k, v, None, *tensors, None, None, *numbers)

@@ -5,11 +5,12 @@ chunks (``tkernels.paged_attn_hopper``) reads them instead of pages:
 
     keys     fp16(code + residual)                 codes are exact; with a residual 11 bits are kept
     values   (code + residual) * v_scale           in q's dtype, as a cache in that would have them
+             fp16(code + residual)                 where scales are static
 
-A token's scale of keys goes to its scores, in fp32; a channel's to q. q is made fp16 in shared
-memory, each row by a power of two, so it loses nothing where it meets a token's scale; with a
-channel's 11 bits are kept. So a log-sum-exp is that of the portable body for scales of tokens
-without residuals; for others ``paged_attn_quantized`` leaves calls that want it to that one.
+A token's scale of keys goes to its scores, in fp32; a channel's to q, and that of values to the
+result. q is made fp16 in shared memory, each row by a power of two, so it loses nothing where it
+meets a token's scale; with a channel's 11 bits are kept. So a log-sum-exp is that of the portable
+body for scales of tokens without residuals; calls that want one of others are left to that body.
 
 There is room for all keys that the block table could name, of which those in sight are written:
 sequence after sequence, in pages of what a step reads, [page, KV head, token, head_dim]. What else
@@ -18,6 +19,7 @@ is in a page is zeros, or masked by who reads it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -124,9 +126,7 @@ def _to_16_bits_kernel(
         values = _numbers(cells, ok, v_slot, head, n_slots, v_ptr, v_residual_ptr, v_exponents_ptr,
                           HEAD_DIM, RESIDUAL_BLOCK, MANTISSA)
         d = tl.arange(0, HEAD_DIM)[None, :]
-        if STATIC:
-            values = values * tl.load(v_scale_ptr + head * HEAD_DIM + d)
-        else:
+        if not STATIC:
             values = values * tl.abs(v_scale)[:, None]
             scales = scales_out_ptr + (seq * N_KV_HEADS + head) * (columns * PAGE)
             tl.store(scales + key, tl.abs(k_scale))
@@ -208,8 +208,10 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return "variant hopper_chunk has no window with SPLITS"
     group = problem["num_heads"] // problem["num_kv_heads"]
     as_pages = {**config, "PDL": False}  # which has other reasons there
+    scales = 0 if problem["static"] else 4 * config["num_stages"] * config["BLOCK_N"] + 128
+    room = dataclasses.replace(dev, local_mem_bytes=dev.local_mem_bytes - scales)
     return paged_attn_hopper.why_illegal(
-        as_pages, problem["head_dim"], config["BLOCK_N"], group, dev
+        as_pages, problem["head_dim"], config["BLOCK_N"], group, room
     )
 
 
@@ -243,8 +245,8 @@ def bind_conversion(
 ) -> Callable[..., None]:
     """``convert(*caches, table, lens, cu_seqlens_q, keys, values, scales)`` of such tensors.
 
-    keys is fp16 [batch * columns, n_kv_heads, page, head_dim], values such in q's dtype, scales
-    fp32 [batch, n_kv_heads, columns * page], or anything where scales are static.
+    keys is fp16 [batch * columns, n_kv_heads, page, head_dim], values such in q's dtype and scales
+    fp32 [batch, n_kv_heads, columns * page]; or static, values fp16 and scales anything.
     """
     (batch, max_blocks), dev = block_table.shape, device.current()
     _, block_size, n_kv_heads, head_dim = k_codes.shape
@@ -322,7 +324,7 @@ def bind_body(
         has_lse=has_lse,
         config=config,
         window=window,
-        scales=int((flash.OF_CHANNELS if static else flash.OF_KEYS).value),
+        scales=(flash.OF_CHANNELS if static else flash.OF_KEYS).value,
     )
     merge, n_merges = None, 0
     if splits > 1:
@@ -347,16 +349,19 @@ def bind_body(
     def run(*tensors: Any) -> None:
         q, *caches, table, lens, out, lse, cu, sinks = tensors
         keys = torch.empty(size, dtype=torch.float16, device=q.device)
-        values = torch.empty(size, dtype=q.dtype, device=q.device)
-        scales = caches[1]
+        values = torch.empty(size, dtype=torch.float16 if static else q.dtype, device=q.device)
+        scales, channels = None, (caches[1], caches[6])
         if not static:
             scales = torch.empty(size // head_dim, dtype=torch.float32, device=q.device)
-        convert(*caches, table, lens, cu, keys, values, scales)
+            channels = (None, None)
+        # Static scales are handed on as they are.
+        convert(*caches, table, lens, cu, keys, values, caches[1] if static else scales)
+        given = (q, keys, values, scales, None, lens, cu)
         if merge is None:
-            attend(q, keys, values, None, lens, cu, out, lse, sinks, scales)
+            attend(*given, out, lse, sinks, *channels)
             return
         part = torch.empty(n_parts * (head_dim + 1), dtype=torch.float32, device=q.device)
-        attend(q, keys, values, None, lens, cu, part, None, None, scales)
+        attend(*given, part, None, None, *channels)
         # What is not there is stood in for by something that is, and not read.
         lse, sinks = out if lse is None else lse, q if sinks is None else sinks
         merge(lens, cu, sinks, out, lse, part, *merge_numbers)
