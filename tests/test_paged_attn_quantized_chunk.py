@@ -21,6 +21,8 @@ from tkernels.testing import assert_right, bytes_of, poisoned_memory, tensors_of
 
 SM90 = device.sm_facts(90)
 BF16, FP16 = torch.bfloat16, torch.float16
+TILE = paged_attn_quantized_chunk.TILE
+PAGE = 64  # tokens that are converted into one
 MODES = ("int8", "int8_static", "int8_fp4", "int8_static_fp4")
 CACHES = [
     f"{which}_{name}"
@@ -61,19 +63,28 @@ def test_why_unfit(changed: dict[str, Any], why: str | None) -> None:
 
 
 def numbers_of(
-    inputs: dict[str, Any], which: str, place: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """What is made of positions ``place``: [n, head, dim]."""
+    inputs: dict[str, Any], which: str, b: int, seen: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is made of a sequence's keys ``seen``, [n, head, dim], and their scales or units."""
+    place = inputs["block_table"][b, seen // 16].long() * 16 + seen % 16
     codes, scale, *pool = (inputs[name] for name in CACHES if name.startswith(which))
     ones = torch.ones(codes.shape[2:], device=codes.device)
     cache = QuantizedKV(codes, ones, *(pool if pool[0].numel() else ()))
     cache = cache._replace(residual_format=FORMATS[inputs["mantissa_bits"]])
     numbers = read_positions(cache, place)  # code + residual
-    if which == "k":
-        return numbers.to(FP16)
     if scale.dim() == 2:
-        return numbers.to(FP16)
-    return (numbers * scale.abs().transpose(1, 2).flatten(0, 1)[place][..., None]).to(dtype)
+        return numbers.to(FP16), scale
+    of_token = scale.abs().transpose(1, 2).flatten(0, 1)[place]
+    if which == "v":
+        return (numbers * of_token[..., None]).to(dtype), of_token
+    if dtype == FP16:
+        return numbers.to(FP16), of_token
+    # In units of the largest power of two that is no more than the largest scale of a page.
+    units = torch.ones_like(of_token)
+    for page in (seen // PAGE).unique():
+        of_page = seen // PAGE == page
+        units[of_page] = 2.0 ** (torch.frexp(of_token[of_page].amax(0))[1] - 1)
+    return (numbers * (of_token / units)[..., None]).to(FP16), units
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -81,7 +92,8 @@ def numbers_of(
 @pytest.mark.parametrize("mode", MODES)
 def test_conversion(mode: str, dtype: torch.dtype, window: int | None, dev: torch.device) -> None:
     """Of what is in sight each number, once; around it zeros; what nobody sees is not looked at."""
-    contexts, q_lens, page = (150, 40, 0, 77, 300), (5, 0, 0, 9, 150), 64
+    contexts, q_lens, page = (150, 40, 0, 77, 300), (5, 0, 0, 9, 150), PAGE
+    whole = dtype == BF16 and "static" not in mode
     problem = chunk(
         q_lens, contexts, "4/2x64", mode, dtype=dtype, window=window, residual_block=16,
         mantissa_bits=0, max_context=400,
@@ -107,6 +119,7 @@ def test_conversion(mode: str, dtype: torch.dtype, window: int | None, dev: torc
         n_slots=inputs["k_residual"].shape[1] if "fp4" in mode else 0,
         residual_block=problem["residual_block"],
         mantissa_bits=0,
+        whole=whole,
         pdl=False,
     )
     columns = 400 // page + 1
@@ -114,7 +127,7 @@ def test_conversion(mode: str, dtype: torch.dtype, window: int | None, dev: torc
         torch.full((5 * columns, 2, page, 64), torch.nan, dtype=t, device=dev)
         for t in (FP16, FP16 if "static" in mode else dtype)
     ]
-    scales = torch.full((5, 2, columns * page), torch.nan, device=dev)
+    scales = torch.full((5, 2, columns * (1 if whole else page)), torch.nan, device=dev)
     caches = [inputs[name] for name in CACHES]
     lens, ends = inputs["context_lens"], inputs["cu_seqlens_q"]
     convert(*caches, inputs["block_table"], lens, ends, *made, scales)
@@ -123,21 +136,20 @@ def test_conversion(mode: str, dtype: torch.dtype, window: int | None, dev: torc
         got = got.view(5, columns, 2, page, 64).transpose(2, 3).reshape(5, columns * page, 2, 64)
         for b, (n, new) in enumerate(zip(contexts, q_lens, strict=True)):
             low = 0 if window is None else max(n - new - window + 1, 0)
-            base, end = low // page * page, device.cdiv(n, 32) * 32
+            base, end = low // page * page, device.cdiv(n, TILE) * TILE
             if new == 0:
                 base = end = low = n = 0
             seen = token[low:n]
-            place = inputs["block_table"][b, seen // 16].long() * 16 + seen % 16
-            wanted = numbers_of(exact, which, place, dtype)
+            wanted, of_them = numbers_of(exact, which, b, seen, dtype)
             assert torch.equal(bytes_of(got[b, low:n]), bytes_of(wanted)), (which, b)
             assert not bool(got[b, base:low].any())
             assert not bool(got[b, n:end].any())
             assert bool(got[b, :base].isnan().all())
             assert bool(got[b, end:].isnan().all())
-            if "static" not in mode and which == "k":
-                of_token = inputs["k_scale"].transpose(1, 2).flatten(0, 1)[place].abs()
-                assert torch.equal(scales[b, :, low:n], of_token.T)
-                assert not bool(scales[b, :, base:low].any())
+            if which == "k" and "static" not in mode:
+                found = scales[b, :, seen // page] if whole else scales[b, :, low:n]
+                assert torch.equal(found, of_them.T)
+                assert whole or not bool(scales[b, :, base:low].any())
     if "static" in mode:
         assert bool(scales.isnan().all())
 
@@ -210,7 +222,7 @@ def test_random_problems_and_configs(seed: int, dev: torch.device) -> None:
         inputs = SPEC.make_inputs(problem, dev)
         what = f"{problem} with {config}"
         got = run(inputs, config=config)
-        # With its code a residual drawn at random has more bits than fp16, as appended ones have not.
+        # Drawn at random, residuals have more bits with their codes than fp16; appended ones don't.
         rough = problem["residual_block"] and problem["dtype"] == FP16
         spec = dataclasses.replace(SPEC, tolerance=2.0) if rough else SPEC
         try:

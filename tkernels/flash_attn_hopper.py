@@ -49,8 +49,9 @@ ALL_HEADS = 1 << 16  # as a SECTION: more than there are
 BLOCK_M = 128  # queries of a program: 64 for each group of four warps, what one wgmma takes
 
 PAGED = gl.constexpr(2)  # of VARLEN, if queries are packed but keys lie in pages
-# Of SCALES, where keys are fp16 codes: each key has a scale, or each channel of keys and of values.
-OF_KEYS, OF_CHANNELS = gl.constexpr(1), gl.constexpr(2)
+# Of SCALES, where keys are fp16 without their scales: each key has one, or each channel of keys and
+# of values, or each block of keys a power of two.
+OF_KEYS, OF_CHANNELS, OF_BLOCKS = gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 _LOG2E = gl.constexpr(math.log2(math.e))
 _LN2 = gl.constexpr(math.log(2.0))
 
@@ -273,16 +274,17 @@ def _row_of(row, layout: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def _in_fp16(
-    q, channels_ptr, first, M: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr
+    q, channels_ptr, first, M: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr,
+    SCALED: gl.constexpr,
 ):  # fmt: skip
     """(queries in fp16, where they lay, and what they count in): rows whose largest is 1 to 2.
 
     Units are powers of two, so that nothing is rounded but what is 2^-14 of a row's largest, and
-    products with channels' scales, if there are some.
+    products with channels' scales (SCALED).
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     x = q.load(layout).to(gl.float32)
-    if channels_ptr is not None:
+    if SCALED:
         x = x * _channels(channels_ptr, first, D, HEAD_DIM, layout)[None, :]
     exponent = gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) >> 23
     exponent = gl.minimum(gl.maximum(exponent, 1), 253)
@@ -295,7 +297,7 @@ def _in_fp16(
 
 @gluon.jit
 def _attend(
-    SIDE: gl.constexpr, buffers, bars, out_ptr, lse_ptr, sinks_ptr, scales_s, k_channels_ptr,
+    SIDE: gl.constexpr, buffers, bars, out_ptr, lse_ptr, sinks_ptr, scales_s, k_scales_ptr,
     v_channels_ptr, cu_q_ptr, cu_k_ptr, strides, scale_log2, cap_scale, sizes,
     HEAD_DIM: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
@@ -309,7 +311,8 @@ def _attend(
 
     With SCALES keys are fp16 without their scales, so queries become fp16 where they lie. OF_KEYS:
     scores are multiplied by those in ``scales_s``, which come and go with the keys. OF_CHANNELS:
-    queries by k_channels_ptr's, and results by v_channels_ptr's, [key heads, HEAD_DIM] each.
+    queries by k_scales_ptr's, and results by v_channels_ptr's, [key heads, HEAD_DIM] each.
+    OF_BLOCKS: what scores count in, k_scales_ptr's [batch, key heads, max_k blocks].
     """
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -335,6 +338,8 @@ def _attend(
     for item in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         tile, split = _split_of(item, n_m * n_batch_heads, SPLITS)
         m_tile, b, h = _tile_of(tile, n_m, n_batch_heads, section, n_heads)
+        if SCALES == OF_BLOCKS:
+            blocks_ptr = k_scales_ptr + (b * (n_heads // group) + h // group) * max_k
         b, q0, _, seqlen_q, seqlen_k = _sequence(b, cu_q_ptr, cu_k_ptr, max_q, max_k, VARLEN)
         there = m_tile * TOKENS < seqlen_q
         if SPLITS > 1:
@@ -357,12 +362,16 @@ def _attend(
             row_scale, row_cap, queries = scale_log2, cap_scale, q
             if SCALES:
                 channels = h // group * HEAD_DIM
-                queries, unit = _in_fp16(q, k_channels_ptr, channels, HALF, D, HEAD_DIM)
+                queries, unit = _in_fp16(
+                    q, k_scales_ptr, channels, HALF, D, HEAD_DIM, SCALES == OF_CHANNELS
+                )
                 unit = gl.convert_layout(unit, gl.SliceLayout(1, s_layout))
                 if SOFTCAP:
                     row_cap = (unit * cap_scale)[:, None]
                 else:
                     row_scale = unit * scale_log2
+            if SCALES == OF_BLOCKS:
+                of_block = gl.load(blocks_ptr + n0 // N)
             hopper.mbarrier.wait(k_full.index(stage), phase)
             _take_turn(MINE)
             k = k_s.index(stage).reshape([N, D]).permute([1, 0])
@@ -375,13 +384,17 @@ def _attend(
             if SCALES == OF_KEYS:
                 s = s * key_scales[None, :]
             if SOFTCAP:
-                s = _capped(s, row_cap)
+                s = _capped(s, row_cap * of_block if SCALES == OF_BLOCKS else row_cap)
             if CAUSAL:  # no query stands past the last key, so that the tail is masked too
                 s = _seen(s, cols, rows + (shift - n0), window, WINDOW)
             else:
                 s = gl.where((cols < seqlen_k - n0)[None, :], s, float("-inf"))
             m = gl.max(s, 1)
+            if SCALES == OF_BLOCKS and not SOFTCAP:
+                m = m * of_block
             _, factor, offset = _exponent(m, row_scale)
+            if SCALES == OF_BLOCKS and not SOFTCAP:
+                factor = factor * of_block
             p = gl.exp2(s * factor[:, None] - offset[:, None])
             total = gl.sum(p, 1)
             p = gl.convert_layout(p.to(dtype), p_layout)
@@ -396,6 +409,8 @@ def _attend(
                 stage = count % STAGES
                 phase = (count // STAGES) & 1
                 n0 -= N
+                if SCALES == OF_BLOCKS:
+                    of_block = gl.load(blocks_ptr + n0 // N)
                 hopper.mbarrier.wait(k_full.index(stage), phase)
                 _take_turn(MINE)
                 k = k_s.index(stage).reshape([N, D]).permute([1, 0])
@@ -410,16 +425,22 @@ def _attend(
                 if SCALES == OF_KEYS:
                     s = s * key_scales[None, :]
                 if SOFTCAP:
-                    s = _capped(s, row_cap)
+                    s = _capped(s, row_cap * of_block if SCALES == OF_BLOCKS else row_cap)
                 if CAUSAL:
                     edge = n0 + N - 1 > row0 + shift
                     if WINDOW:
                         edge = edge | (n0 < row0 + HALF // PACK + shift - window)
                     if edge:
                         s = _seen(s, cols, rows + (shift - n0), window, WINDOW)
-                m_new = gl.maximum(m, gl.max(s, 1))
+                m_new = gl.max(s, 1)
+                if SCALES == OF_BLOCKS and not SOFTCAP:
+                    m_new = m_new * of_block
+                m_new = gl.maximum(m, m_new)
                 m_now, factor, offset = _exponent(m_new, row_scale)
-                p = gl.exp2(s * factor[:, None] - offset[:, None])
+                of_scores = factor
+                if SCALES == OF_BLOCKS and not SOFTCAP:
+                    of_scores = factor * of_block
+                p = gl.exp2(s * of_scores[:, None] - offset[:, None])
                 alpha = gl.exp2((m - m_now) * factor)
                 total = total * alpha + gl.sum(p, 1)
                 m = m_new

@@ -29,6 +29,7 @@ from tkernels import flash_attn_hopper as flash
 from tkernels.device import Device, cdiv
 from tkernels.flash_attn_hopper import (
     BLOCK_M,
+    OF_BLOCKS,
     OF_KEYS,
     PAGED,
     _attend,
@@ -154,7 +155,7 @@ def _paged_attn_hopper_kernel(
     out_ptr,
     lse_ptr,
     sinks_ptr,
-    k_channels_ptr,  # scales of channels, or None
+    k_scales_ptr,  # of keys' channels or of blocks, or None
     v_channels_ptr,
     scale_log2,  # of the scores (of the softcap, where there is one) times log2(e)
     cap_scale,  # scale / softcap
@@ -221,16 +222,19 @@ def _paged_attn_hopper_kernel(
     scales_s = q_full  # stands in for none, and is not read
     if scales_desc is not None:
         scales_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, N], scales_desc.layout)
-    sizes = (max_q, nothing, window, n_heads, group, n_m, n_batch_heads, section, n_tiles)
+    n_blocks = nothing
+    if SCALES == OF_BLOCKS:
+        n_blocks = stride_tb
+    sizes = (max_q, n_blocks, window, n_heads, group, n_m, n_batch_heads, section, n_tiles)
     strides = (nothing, stride_os, stride_oh, nothing, stride_ls, stride_lh)
     # fmt: off
     gl.warp_specialize(
         [
-            (_attend, (0, buffers, bars, out_ptr, lse_ptr, sinks_ptr, scales_s, k_channels_ptr,
+            (_attend, (0, buffers, bars, out_ptr, lse_ptr, sinks_ptr, scales_s, k_scales_ptr,
                        v_channels_ptr, cu_q_ptr, lens_ptr, strides, scale_log2, cap_scale, sizes,
                        HEAD_DIM, M, N, D, STAGES, True, WINDOW, PAGED, SOFTCAP, SINKS, LSE, PACK,
                        SPLITS, MIN_SHARE, SCALES)),
-            (_attend, (1, buffers, bars, out_ptr, lse_ptr, sinks_ptr, scales_s, k_channels_ptr,
+            (_attend, (1, buffers, bars, out_ptr, lse_ptr, sinks_ptr, scales_s, k_scales_ptr,
                        v_channels_ptr, cu_q_ptr, lens_ptr, strides, scale_log2, cap_scale, sizes,
                        HEAD_DIM, M, N, D, STAGES, True, WINDOW, PAGED, SOFTCAP, SINKS, LSE, PACK,
                        SPLITS, MIN_SHARE, SCALES)),
@@ -312,10 +316,11 @@ def bind(
     parts instead, [n_tokens, num_heads, SPLITS, head_dim] and then [n_tokens, num_heads, SPLITS]
     log-sum-exps, lse and sinks are None, and the results are yet to be merged.
 
-    With ``scales`` (OF_KEYS, OF_CHANNELS) keys are fp16 codes, and values those of OF_CHANNELS, a
-    sequence's pages are those of its row in a table of all, and it is ``launch(q, k_cache, v_cache,
-    scales, None, lens, cu_seqlens_q, out, lse, sinks, k_channels, v_channels)``, with None for the
-    scales that there are not. Those of keys are fp32 [batch, kv heads, keys that a row has].
+    With ``scales`` (OF_KEYS, OF_CHANNELS, OF_BLOCKS) keys are fp16 without their scales, values too
+    if OF_CHANNELS; blocks are of BLOCK_N tokens, a sequence's those of its row in a table of all;
+    and it is ``launch(q, k_cache, v_cache, scales, None, lens, cu_seqlens_q, out, lse, sinks,
+    k_scales, v_channels)``, with None for what there is not. ``scales`` are those of keys, fp32
+    [batch, kv heads, keys that a row has], ``k_scales`` of blocks as many for each of its blocks.
     """
     (n_tokens, n_heads, head_dim), splits = q.shape, config["SPLITS"]
     n, dim, block_size = config["BLOCK_N"], _block_dim(head_dim), k_cache.shape[1]
