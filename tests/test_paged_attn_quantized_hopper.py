@@ -94,7 +94,7 @@ def test_what_the_default_is(batch: int, keys: int, mode: str, expected: Any) ->
         ({"num_stages": 40}, "bytes of shared memory"),
         ({"SPLITS": 0}, "must be 1 or more"),
         ({"num_warps": 2}, "has num_warps 1"),
-        ({"variant": "hoper"}, "portable or hopper, got 'hoper'"),
+        ({"variant": "hoper"}, "portable, hopper or hopper_chunk, got 'hoper'"),
     ],
 )
 def test_why_illegal(changed: Config, why: str) -> None:

@@ -78,6 +78,7 @@ SHAPES = {  # of each bench case; of all its kernels where several have one of t
     "decode-b16-ctx4096-32/8x128-int8_fp4-bf16": "batch=16,context=4096,residuals=true",
     "chunk-2048-ctx8192-32/8x128-int8-bf16": "batch=1,context=8192,query=2048",
     "chunk-2048-ctx8192-32/8x128-int8_fp4-bf16": "batch=1,context=8192,query=2048,residuals=true",
+    "chunk-2048-ctx8192-32/8x128-int8_static-bf16": "batch=1,context=8192,query=2048,static=true",
     "decode-b1-ctx32768-32/8x128-bf16": "batch=1,context=32768",
     "decode-b16-ctx4096-32/8x128-bf16": "batch=16,context=4096",
     "chunk-2048-ctx8192-32/8x128-bf16": "batch=1,context=8192,query=2048",

@@ -215,5 +215,7 @@ CASES = (
         batch=1, context=8192, query=2048), _BENCH),
     Case("chunk-2048-ctx8192-32/8x128-int8_fp4-bf16", shape_of(
         batch=1, context=8192, query=2048, residuals=True), _BENCH),
+    Case("chunk-2048-ctx8192-32/8x128-int8_static-bf16", shape_of(
+        batch=1, context=8192, query=2048, static=True), _BENCH),
 )
 # fmt: on

@@ -817,10 +817,14 @@ def _plan(*given: Any, config: Config | None) -> Callable[..., None] | None:
     other = _portable_config(dict(zip(SPEC.problem_fields, values, strict=True)), device.current())
     del other["variant"], other["programs_per_core"]
     portable = _bind_portable(call, other, max_programs)
+    # Of its own accord it converts no keys for few tokens: many sequences with one, and a chunk.
+    least_tokens = 0
+    if config is None:
+        least_tokens = cdiv(paged_attn_quantized_chunk.MIN_ROWS * batch, n_heads // n_kv_heads)
     # fmt: off
     if variant == "hopper":
         hopper = _bind_hopper(call, cfg, max_programs)
-    elif paged_attn_quantized_chunk.takes(q, static, residual_block, has_lse):
+    elif paged_attn_quantized_chunk.takes(q, static, residual_block, has_lse, least_tokens):
         hopper = paged_attn_quantized_chunk.bind_body(
             q, k_codes, block_table, out, max_seqlen_q=max_seqlen_q, scale=scale, window=window,
             softcap=softcap, has_sinks="s" in options, has_lse=has_lse, static=static,
