@@ -376,13 +376,44 @@ def test_default_of_chunks(q_len: int, mode: str, dev: torch.device) -> None:
 @gpu
 @needs_sm90
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 1e4, 1e30])
-@pytest.mark.parametrize("mode", ["int8", "int8_static"])
-def test_sizes_of_queries(mode: str, size: float, dev: torch.device) -> None:
+@pytest.mark.parametrize(("mode", "lse"), [("int8", False), ("int8", True), ("int8_static", False)])
+def test_sizes_of_queries(mode: str, lse: bool, size: float, dev: torch.device) -> None:
     """fp16 holds none of these; scales of keys take the size away again."""
     inputs = SPEC.make_inputs(chunk((100, 30), (700, 30), "8/2x128", mode), dev)
     inputs["q"] = (inputs["q"].float() * size).to(BF16)
     inputs["k_scale"] = inputs["k_scale"] / size
-    inputs["return_lse"] = mode == "int8"
+    inputs["return_lse"] = lse
+    assert_right(SPEC, inputs, run(inputs, config=config_of()))
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("mode", MODES)
+def test_sequences_without_keys(mode: str, splits: int, dev: torch.device) -> None:
+    """Nothing is converted for them, and what memory held before must not show."""
+    problem = chunk((9, 70, 0, 200), (0, 300, 0, 0), "8/2x128", mode, max_context=3000)
+    inputs = SPEC.make_inputs(problem, dev)
+    out = run(inputs, config=config_of(SPLITS=splits, MIN_SHARE=64))
+    assert_right(SPEC, inputs, out)
+    assert not bool(out[0][:9].any())
+    assert not bool(out[0][79:].any())
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("lse", [False, True])
+def test_scales_of_keys_far_apart(lse: bool, dev: torch.device) -> None:
+    """From 2^-20 to 2^3 in any order, and pages of tiny ones only, or of zeros."""
+    inputs = SPEC.make_inputs(chunk((300,), (1500,), "8/2x128", lse=lse), dev)
+    generator = torch.Generator(dev).manual_seed(3)
+    power = torch.randint(
+        -20, 4, inputs["k_scale"].shape, generator=generator, device=dev, dtype=torch.int32
+    )
+    inputs["k_scale"] = torch.ldexp(inputs["k_scale"], power)
+    pages = inputs["block_table"][0].long()
+    inputs["k_scale"][pages[:8]] *= 2.0**-100
+    inputs["k_scale"][pages[16:24]] = 0.0
     assert_right(SPEC, inputs, run(inputs, config=config_of()))
 
 

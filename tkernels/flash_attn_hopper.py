@@ -370,8 +370,8 @@ def _attend(
                     row_cap = (unit * cap_scale)[:, None]
                 else:
                     row_scale = unit * scale_log2
-            if SCALES == OF_BLOCKS:
-                of_block = gl.load(blocks_ptr + n0 // N)
+            if SCALES == OF_BLOCKS:  # past all keys there is none
+                of_block = gl.load(blocks_ptr + n0 // N, mask=n0 < seqlen_k, other=1.0)
             hopper.mbarrier.wait(k_full.index(stage), phase)
             _take_turn(MINE)
             k = k_s.index(stage).reshape([N, D]).permute([1, 0])
