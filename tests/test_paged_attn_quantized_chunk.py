@@ -15,10 +15,10 @@ import torch
 from tests.compiled_for import lines_of
 from tkernels import device, paged_attn_quantized_chunk
 from tkernels.kv_format import FORMATS, QuantizedKV, read_positions
-from tkernels.ops.paged_attn_quantized import SPEC
+from tkernels.ops.paged_attn_quantized import SPEC, _portable_config
 from tkernels.quantized_attention_cases import problem_of
 from tkernels.registry import Config, Problem
-from tkernels.testing import assert_close, assert_right, bytes_of, poisoned_memory, tensors_of
+from tkernels.testing import assert_right, bytes_of, poisoned_memory, tensors_of
 
 SM90 = device.sm_facts(90)
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -368,9 +368,9 @@ def test_default_of_chunks(q_len: int, mode: str, dev: torch.device) -> None:
     if mode == "int8":
         assert_right(SPEC, {**inputs, "return_lse": True}, with_lse)
         return
-    other = SPEC.default_config(problem, device.sm_facts(80))
-    for a, b in zip(with_lse, run(inputs, config=other, return_lse=True), strict=True):
-        assert_close(a, b, what="as the portable body has it")
+    portable = _portable_config(problem, device.current())
+    for a, b in zip(with_lse, run(inputs, config=portable, return_lse=True), strict=True):
+        assert torch.equal(a, b)
 
 
 @gpu
@@ -404,11 +404,11 @@ def test_sequences_without_keys(mode: str, splits: int, dev: torch.device) -> No
 @needs_sm90
 @pytest.mark.parametrize("lse", [False, True])
 def test_scales_of_keys_far_apart(lse: bool, dev: torch.device) -> None:
-    """From 2^-20 to 2^3 in any order, and pages of tiny ones only, or of zeros."""
+    """From 2^-20 to 1 in any order, and pages of tiny ones only, or of zeros."""
     inputs = SPEC.make_inputs(chunk((300,), (1500,), "8/2x128", lse=lse), dev)
     generator = torch.Generator(dev).manual_seed(3)
     power = torch.randint(
-        -20, 4, inputs["k_scale"].shape, generator=generator, device=dev, dtype=torch.int32
+        -20, 1, inputs["k_scale"].shape, generator=generator, device=dev, dtype=torch.int32
     )
     inputs["k_scale"] = torch.ldexp(inputs["k_scale"], power)
     pages = inputs["block_table"][0].long()
