@@ -98,20 +98,21 @@ def test_other_bodies_have_no_twelve_warps() -> None:
     ("sizes", "expected"),  # rows, groups, parts of K, stages
     [
         ((33, 12288, 4096), (64, 3, 2, 7)),
-        ((64, 12288, 4096), (32, 3, 1, 8)),
+        ((64, 12288, 4096), (64, 2, 1, 8)),
         ((64, 4096, 4096), (64, 2, 4, 8)),
         ((128, 12288, 4096), (64, 3, 1, 7)),
         ((256, 12288, 4096), (128, 3, 1, 5)),
         ((1024, 12288, 4096), (256, 2, 1, 3)),
         ((2048, 12288, 4096), (256, 2, 1, 3)),
-        ((64, 48, 128), (32, 2, 1, 8)),
+        ((64, 48, 128), (64, 2, 1, 8)),
+        ((9, 12288, 4096), (32, 3, 2, 8)),
     ],
 )
 def test_how_the_default_divides_work(
     sizes: tuple[int, int, int], expected: tuple[int, ...]
 ) -> None:
     problem = w4_problem(*sizes)
-    chosen = SPEC.default_config(problem, SM90)
+    chosen = w4a16_gemm_wide.default_config(problem, SM90)
     assert SPEC.why_illegal(chosen, problem, SM90) is None
     found = (chosen["BLOCK_M"], chosen["num_warps"] // 4, chosen["SPLIT_K"], chosen["num_stages"])
     assert (chosen["variant"], *found) == ("wide", *expected)
