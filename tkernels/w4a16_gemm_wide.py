@@ -106,6 +106,8 @@ def _load(
     R: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, SPLIT_K: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    """Weights of each group and two halves of x, a step after the other; weights of the first one
+    ahead of the wait for earlier kernels."""
     _, _, n_steps, n_m, n_n, n_items = sizes
     count = 0
     for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
@@ -143,7 +145,7 @@ def _beside(a, b, layout: gl.constexpr):
 def _of_step(
     ptr, at, ok, j, n_groups, other: gl.constexpr, GROUP: gl.constexpr, PIECE: gl.constexpr,
 ):
-    """[64] scales or zero points of each of the 128 // PIECE groups of columns in step j."""
+    """[64] scales or zero points of each group of columns in step j, from its group PIECE on."""
     g = j * 128 // GROUP + PIECE
     values = gl.tuple([gl.load(ptr + at + g, mask=ok & (g < n_groups), other=other)])
     if GROUP * (PIECE + 1) < 128:
@@ -217,6 +219,7 @@ def _multiply(
     HAS_BIAS: gl.constexpr, R: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     SPLIT_K: gl.constexpr,
 ):
+    """Group SIDE's 64 outputs of each tile, times the x that all groups share."""
     w_s, x_s, full, empty = shared
     s_ptr, z_ptr, bias_ptr, out_ptr, part_ptr, stride_s, stride_z, stride_o, n_groups = given
     n_cols, n_rows, n_steps, n_m, n_n, n_items = sizes
