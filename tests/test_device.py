@@ -323,3 +323,32 @@ def test_relaunching_starts_the_compiled_kernel_for_aligned_pointers_only() -> N
     assert [a[0] for a in kernel.long_way] == [shifted, aligned, shifted]
     assert kernel.short_way == [(aligned, 8, 32)] * 2
     assert kernel.grids == [(5, 1, 1)]
+
+
+def test_described_launches_know_which_tensors_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant for addresses that divide by 16 stores 16 bytes at a time, which no other may."""
+    monkeypatch.setattr(device, "KIND", "cuda")
+    monkeypatch.setattr(device, "_COMPILE_ARCH", None)
+    took: list[tuple[str, int]] = []
+
+    def started(variant: str, *_: object) -> Callable[..., None]:
+        return lambda *args: took.append((variant, args[2].data_ptr()))
+
+    monkeypatch.setattr(device, "_described_start", started)
+    memory = torch.zeros(64)
+    aligned, shifted = memory[:8], memory[1:9]
+
+    class Kernel:
+        arg_names: ClassVar[list[str]] = ["desc", "x_ptr", "out_ptr", "n", "BLOCK"]
+
+        def run(
+            self, _: object, __: object, out: torch.Tensor, *___: object, **____: object
+        ) -> str:
+            took.append(("compiled", out.data_ptr()))
+            return "odd" if out.data_ptr() % 16 else "even"
+
+    launch = device.bind_described(Kernel(), (5,), (lambda t: t,), BLOCK=32)  # type: ignore[arg-type]
+    for out in (aligned, shifted, aligned, shifted):
+        launch(memory, memory, out, 8)
+    even, odd = aligned.data_ptr(), shifted.data_ptr()
+    assert took == [("compiled", even), ("compiled", odd), ("even", even), ("odd", odd)]

@@ -621,25 +621,32 @@ def bind_described(
 ) -> Callable[..., None]:
     """``bind`` for a kernel that reads its first arguments through tensor maps (Hopper's TMA).
 
-    ``describe[i](tensor)`` is Triton's description of argument i. Addresses must divide by 16.
+    ``describe[i](tensor)`` is Triton's description of argument i, whose address must divide by 16.
+    Of the tensors behind those, each choice of which do not is a variant of its own.
     """
+    count = len(describe)
 
     def first(*args: Any) -> Any:
         return kernel.run(*_described(describe, args), grid=grid, warmup=False, **kwargs)
 
     if KIND != "cuda" or _COMPILE_ARCH:
         return first
-    again: Callable[..., None] | None = None
+    again: dict[int, Callable[..., None]] = {}
 
     def launch(*args: Any) -> None:
-        nonlocal again
-        if again is not None:
-            again(*args)
+        odd = 0
+        for tensor in args[count:]:
+            if not isinstance(tensor, torch.Tensor):
+                break
+            odd = 2 * odd + (tensor.data_ptr() % 16 > 0)
+        start = again.get(odd)
+        if start is not None:
+            start(*args)
             return
         compiled = first(*args)
         if compiled is not None and not hasattr(compiled, "result"):  # it ran, see relaunching
             constants = tuple(kwargs[name] for name in kernel.arg_names[len(args) :])
-            again = _described_start(compiled, (*grid, 1, 1)[:3], describe, constants)
+            again[odd] = _described_start(compiled, (*grid, 1, 1)[:3], describe, constants)
 
     return launch
 
