@@ -46,6 +46,8 @@ BASE: Config = {
         (w4_problem(64, 48, 4096, scale=torch.float32), "scales of x's dtype, got torch.float32"),
         (w4_problem(64, 48, 200, group=200), "needs K to be a multiple of 32 up to"),
         (w4_problem(64, 48, 1 << 31), "needs K to be a multiple of 32 up to"),
+        (w4_problem(33, 1, 65535 * 1024), None),
+        (w4_problem(33, 1, 65535 * 1024 + 128), "up to 67107840, got 67107968"),
         (w4_problem(64, 1 << 23, 128), "variant wide has up to 4194304 outputs, got 8388608"),
     ],
 )
@@ -187,6 +189,27 @@ def test_codes_become_scaled_bf16() -> None:
             got = number * given[factor].double() + less.double()
             codes = halves >> 4 * i & 15
             assert torch.equal(got * unit, (codes - 8).double() * scale)
+
+
+def test_which_scales_steps_take() -> None:
+    """All of bf16 from 2^-110 on and below 2^11, as documented; of others not all, or none."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16)
+    scale = every[every.isfinite() & (every != 0)].float()
+    unit = float(w4_decoding.UNIT.value)
+    factors = [(scale * 2.0**100 * 2.0**power).to(BF16).double() for power in (17, 13)]
+    less = (scale * (-8 / unit)).to(BF16).double()
+    right = torch.ones_like(scale, dtype=torch.bool)
+    for q in range(16):
+        expected = ((q - 8) * scale.double()).to(BF16)
+        for factor, place in zip(factors, (1, 16), strict=True):
+            code = torch.tensor(place * q, dtype=torch.int16).view(BF16).double()
+            # A sum is exact in fp64, and twelve bits.
+            right &= ((code * factor + less).to(BF16).double() * unit).to(BF16) == expected
+    size = scale.abs()
+    documented = (size >= 2.0**-110) & (size < 2.0**11)
+    assert bool(right[documented].all())
+    assert not bool(right[size >= 2.0**11].any())
+    assert not bool(right[size < 2.0**-110].all())
 
 
 def test_x_is_turned() -> None:

@@ -89,7 +89,11 @@ _UNITS = gl.constexpr(_in_units())
 
 @gluon.jit
 def _scaled_steps(halves, scale):
-    """(q - 8) * scale / UNIT of codes 0, 1, 2 and 3 of int16, rounded once; bf16 scales to 2^11."""
+    """(q - 8) * scale / UNIT of codes 0, 1, 2 and 3 of int16, in bf16, rounded once.
+
+    That holds for scales from 2^-110 on (weights of smaller ones are multiples of 2^-117) and below
+    2^11, from where on weights are infinite or NaN.
+    """
     wide = scale.to(gl.float32)
     return gl.inline_asm_elementwise(
         _UNITS, "=&r,=&r,=&r,=&r,r,r,r,r",

@@ -18,7 +18,7 @@ by the instruction that decodes it,
     w = round((q - 8) * scale)                  bf16 without zero points: rounded once
     w = round(round(q - zero) * scale)          else; q - zero is exact
 
-to x's dtype, as dequantised weights of 16 bits are rounded. (Scales of bf16 may be up to 2^11: see
+to x's dtype, as dequantised weights of 16 bits are rounded. (There scales are below 2^11: see
 ``w4_decoding``.) A scale a row is left to the sums, which are fp32.
 """
 
@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tkernels import device
-from tkernels import few_rows_hopper as few
 from tkernels import masked_gemm_hopper as masked
 from tkernels.device import Device, bind, cdiv, tl, triton
 from tkernels.masked_gemm_hopper import _as, _describer, _load_tile
@@ -57,6 +56,7 @@ OUTPUTS = 64  # of a group of four warps: what one wgmma takes
 MOST_OUTPUTS = 1 << 22  # so that places in a tile of 256 rows are counted in 32 bits
 MOST_ROWS = 2048  # for which it is the default: unpacked weights took 632 us of 4096 rows, it 665
 _BLOCKS = 8  # of 128 columns, that a program turns
+MOST_COLUMNS = 65535 * _BLOCKS * STEP  # of x: a grid's second axis has up to 65535 programs
 
 # What this body has no choice of.
 FIXED: Config = {
@@ -338,8 +338,8 @@ def why_unfit(problem: Problem, dev: Device) -> str | None:
         return f"variant wide needs an sm90 device, got {dev.arch}"
     if not device.is_there(gl):
         return "variant wide needs a triton that has Gluon (3.6 or newer), got none"
-    if k % 32 or k > few.MOST_COLUMNS:
-        return f"variant wide needs K to be a multiple of 32 up to {few.MOST_COLUMNS}, got {k}"
+    if k % 32 or k > MOST_COLUMNS:
+        return f"variant wide needs K to be a multiple of 32 up to {MOST_COLUMNS}, got {k}"
     if n > MOST_OUTPUTS:
         return f"variant wide has up to {MOST_OUTPUTS} outputs, got {n}"
     if problem["group"] != k and problem["scale"] != problem["dtype"]:

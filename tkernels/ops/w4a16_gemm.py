@@ -521,9 +521,10 @@ def w4a16_gemm(
         [M, N] of x's dtype. Activations that are NaN or infinite spoil their own rows alone.
         Products are of exact weights and sums fp32. But of many rows weights are rounded to x's
         dtype first, as dequantised ones would be: on Hopper by default from 33 rows on (``variant``
-        "wide"; scales of bf16 may be up to 2048 there), else, and above 2048 rows, from 65, 129 or
-        257 on, by the size of W, in a workspace of 128 MiB or of 256 outputs. There ("unpacked")
-        the bias is rounded, too, and the product is PyTorch's, whose settings hold for it.
+        "wide", of scales of x's dtype; in bf16 without zero points those have to be below 2048),
+        else, and above 2048 rows, from 65, 129 or 257 on, by the size of W, in a workspace of 128
+        MiB or of 256 outputs. There ("unpacked") the bias is rounded, too, and the product is
+        PyTorch's, whose settings hold for it.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
