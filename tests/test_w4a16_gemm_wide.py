@@ -414,6 +414,24 @@ def test_what_is_beside_the_matrices_is_not_read(
 
 @gpu
 @needs_sm90
+def test_out_at_any_address(dev: torch.device) -> None:
+    """Also of a plan whose first out was at a multiple of 16 bytes, and stored as such."""
+    problem = w4_problem(64, 12288, 128)
+    chosen = SPEC.default_config(problem, device.current())
+    assert (chosen["variant"], chosen["SPLIT_K"]) == ("wide", 1)
+    inputs = w4_inputs(problem, dev)
+    expected = SPEC.launch(**inputs)
+    for past in (0, 1, 0, 1, 4, 4):
+        room = torch.full((64 * 12288 + 8,), 5.0, dtype=BF16, device=dev)
+        out = room[past : past + expected.numel()].view(expected.shape)
+        SPEC.launch(**inputs, out=out)
+        assert torch.equal(out, expected), past
+        assert bool((room[:past] == 5.0).all())
+        assert bool((room[past + expected.numel() :] == 5.0).all())
+
+
+@gpu
+@needs_sm90
 @each_way
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_bad_activations_spoil_their_row_alone(
