@@ -164,6 +164,33 @@ def test_odd_addresses_have_the_portable_body(monkeypatch: pytest.MonkeyPatch) -
         assert took.pop() == ("portable" if name == "weight" else "wide"), name
 
 
+def test_strides_that_no_tensor_map_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of weights for all outputs, and rows that start between multiples of 16 bytes."""
+    took = []
+
+    def bound(body: str, *_: Any) -> Any:
+        return lambda *_: took.append(body)
+
+    monkeypatch.setattr(device, "current", lambda: SM90)
+    monkeypatch.setattr(op, "_bind_portable", functools.partial(bound, "portable"))
+    monkeypatch.setattr(w4a16_gemm_wide, "bound", functools.partial(bound, "wide"))
+    inputs = w4_inputs(w4_problem(65, 40, 1024), torch.device("cpu"))
+    weight = inputs["weight"]
+    wider = torch.zeros(40, 144, dtype=torch.int32)
+    for given, body in (
+        (weight, "wide"),
+        (weight[:1].expand(40, 128), "portable"),
+        (wider[:, :128], "wide"),
+        (wider.as_strided((40, 128), (142, 1)), "portable"),
+    ):
+        out = torch.empty(65, 40, dtype=BF16)
+        tensors = (inputs["x"], given, inputs["weight_scale"], out)
+        run = op._plan(*tensors, False, False, config=BASE)
+        assert run is not None
+        run(*tensors, None, None)
+        assert took.pop() == body, given.stride()
+
+
 def test_codes_become_scaled_bf16() -> None:
     """What the PTX says, in exact arithmetic, of every half of a word: rounded once, at the end."""
     text = w4_decoding._in_units()

@@ -20,6 +20,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import os
 import shutil
 import subprocess
@@ -631,14 +632,18 @@ def bind_described(
 
     if KIND != "cuda" or _COMPILE_ARCH:
         return first
-    again: dict[int, Callable[..., None]] = {}
+    again: dict[tuple[bool, ...], Callable[..., None]] = {}
+    last: int | None = None  # where plain numbers begin
 
     def launch(*args: Any) -> None:
-        odd = 0
-        for tensor in args[count:]:
-            if not isinstance(tensor, torch.Tensor):
-                break
-            odd = 2 * odd + (tensor.data_ptr() % 16 > 0)
+        nonlocal last
+        if last is None:
+            tensors = itertools.takewhile(lambda t: isinstance(t, torch.Tensor), args)
+            last = sum(1 for _ in tensors)
+        every = 0
+        for tensor in args[count:last]:
+            every |= tensor.data_ptr()
+        odd = tuple(t.data_ptr() % 16 > 0 for t in args[count:last]) if every % 16 else ()
         start = again.get(odd)
         if start is not None:
             start(*args)

@@ -348,8 +348,8 @@ def why_unfit(problem: Problem, dev: Device) -> str | None:
 
 
 def fits(strides: tuple[int, ...]) -> bool:
-    """Whether rows of the weights, with these strides, start at multiples of 16 bytes."""
-    return strides[1] % 4 == 0
+    """Whether a tensor map can express the weights' stride: a multiple of 16 bytes, not of 0."""
+    return 0 < strides[1] < 2**38 and strides[1] % 4 == 0
 
 
 def shared_bytes(config: Config) -> int:
