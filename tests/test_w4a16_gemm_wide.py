@@ -123,8 +123,11 @@ def test_how_the_default_divides_work(
 def test_who_has_other_bodies() -> None:
     for m, variant in ((32, "core"), (33, "wide"), (2048, "wide"), (2049, "unpacked")):
         assert SPEC.default_config(w4_problem(m, 12288, 4096), SM90)["variant"] == variant
-    kept = w4_problem(64, 12288, 4096, scale=torch.float32)
-    assert SPEC.default_config(kept, SM90)["variant"] == "turned"
+    for m, variant in ((33, "core"), (64, "core"), (65, "turned"), (129, "unpacked")):
+        kept = w4_problem(m, 12288, 4096, scale=torch.float32)
+        chosen = SPEC.default_config(kept, SM90)
+        assert chosen["variant"] == variant
+        assert SPEC.why_illegal(chosen, kept, SM90) is None
 
 
 @pytest.mark.parametrize("m", [33, 64, 100, 300, 2048])

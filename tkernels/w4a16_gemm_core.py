@@ -54,7 +54,7 @@ else:
 
 CHUNK = gl.constexpr(64)  # columns of x that a product takes
 AHEAD = gl.constexpr(1)  # stages of weights asked for ahead of the wait for earlier kernels
-MOST_ROWS = 32  # for which this body is the default, where it is legal; "wide" has more
+MOST_ROWS = 64  # for which this body is the default, where it is legal and "wide" is not
 MOST_TILES = 6  # of a program
 IN_TURN = (1, 2, 3, 4, 6, 8, 16, 32)  # programs of a core, one after the other
 

@@ -54,6 +54,7 @@ else:
 STEP = 128  # columns of a step
 OUTPUTS = 64  # of a group of four warps: what one wgmma takes
 MOST_OUTPUTS = 1 << 22  # so that places in a tile of 256 rows are counted in 32 bits
+LEAST_ROWS = 33  # from which on it is the default
 MOST_ROWS = 2048  # for which it is the default: unpacked weights took 632 us of 4096 rows, it 665
 _BLOCKS = 8  # of 128 columns, that a program turns
 MOST_COLUMNS = 65535 * _BLOCKS * STEP  # of x: a grid's second axis has up to 65535 programs

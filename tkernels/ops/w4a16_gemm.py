@@ -847,7 +847,8 @@ def _space(dev: Device) -> dict[str, list[Any]]:
 def _default_config(problem: Problem, dev: Device) -> Config:
     """Those of the Hopper bodies, where they can; of many rows weights are unpacked."""
     core, wide, unpacked = w4a16_gemm_core, w4a16_gemm_wide, w4a16_gemm_unpacked
-    if core.MOST_ROWS < problem["m"] <= wide.MOST_ROWS and wide.why_unfit(problem, dev) is None:
+    for_wide = wide.LEAST_ROWS <= problem["m"] <= wide.MOST_ROWS
+    if for_wide and wide.why_unfit(problem, dev) is None:
         return wide.default_config(problem, dev)
     many = problem["m"] >= unpacked.least_rows(problem["n"], problem["k"])
     if many and unpacked.why_unfit(problem, dev) is None:
