@@ -80,7 +80,7 @@ def _in_fp16(zero: bool, scaled: bool = False) -> str:
 
 _BF16, _BF16_ZERO = gl.constexpr(_in_bf16(False)), gl.constexpr(_in_bf16(True))
 _FP16, _FP16_ZERO = gl.constexpr(_in_fp16(False)), gl.constexpr(_in_fp16(True))
-_BF16_SCALED, _BF16_ZERO_SCALED = (gl.constexpr(_in_bf16(zero, True)) for zero in (False, True))
+_BF16_ZERO_SCALED = gl.constexpr(_in_bf16(True, True))
 _FP16_SCALED, _FP16_ZERO_SCALED = (gl.constexpr(_in_fp16(zero, True)) for zero in (False, True))
 _UNITS = gl.constexpr(_in_units())
 
@@ -114,13 +114,10 @@ def _scaled_numbers(halves, zero, scale, HAS_ZERO: gl.constexpr):
             numbers = gl.inline_asm_elementwise(
                 _FP16_SCALED, "=&r,=&r,=&r,=&r,r,r", [halves, scale],
                 dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2)
-    elif HAS_ZERO:
+    else:  # without zero points _scaled_steps does it at once
+        gl.static_assert(HAS_ZERO)
         numbers = gl.inline_asm_elementwise(
             _BF16_ZERO_SCALED, "=&r,=&r,=&r,=&r,r,r,r", [halves, zero, scale],
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
-    else:
-        numbers = gl.inline_asm_elementwise(
-            _BF16_SCALED, "=&r,=&r,=&r,=&r,r,r", [halves, scale],
             dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
     return numbers
 

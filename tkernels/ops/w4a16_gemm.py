@@ -522,9 +522,10 @@ def w4a16_gemm(
         Products are of exact weights and sums fp32. But of many rows weights are rounded to x's
         dtype first, as dequantised ones would be: on Hopper by default from 33 rows on (``variant``
         "wide", of scales of x's dtype; in bf16 without zero points those have to be below 2048),
-        else, and above 2048 rows, from 65, 129 or 257 on, by the size of W, in a workspace of 128
-        MiB or of 256 outputs. There ("unpacked") the bias is rounded, too, and the product is
-        PyTorch's, whose settings hold for it.
+        with another copy of x, and parts of sums in fp32 where there are few tiles; else, and above
+        2048 rows, from 65, 129 or 257 on, by the size of W, in a workspace of 128 MiB or of 256
+        outputs. There ("unpacked") the bias is rounded, too, and the product is PyTorch's, whose
+        settings hold for it.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
@@ -809,6 +810,7 @@ def _tuning_key(problem: Problem) -> dict[str, Any]:
     return {
         "group": "row" if group == p["k"] else group,
         "zero": p["zero"],
+        "fp32_scale": p["scale"] != p["dtype"],
         "m_up_to": bucket,
         "n": p["n"],
         "k": p["k"],
