@@ -19,7 +19,11 @@ the most that there can be:
   take turns with. Four of them are few beside the size's pieces, one more than there are layers.
 
 Block tables have all columns that a sequence may ever need. Of the decoding sequences' table as
-many rows are copied as there are; what others hold is not read.
+many rows are copied as there are; what others hold is not read. Attention chooses its body by these
+columns and by the size, so steps of few keys may take another than they do launched one by one,
+which sums, and rounds, in another way. What it needs of memory follows from them too: the body for
+chunks over a quantised cache takes 4 bytes for each number of K that the table has room for (40,960
+positions of 8 heads x 128: 160 MiB, once for all graphs).
 """
 
 from __future__ import annotations

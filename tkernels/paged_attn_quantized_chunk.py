@@ -10,10 +10,15 @@ chunks (``tkernels.paged_attn_hopper``) reads them instead of pages:
 
 In the second form a token's scale of keys goes to its scores, in fp32, which takes 40 us of 420
 (2048 tokens over 8192); a channel's to q, and that of values to the result. q is made fp16 in
-shared memory, each row by a power of two, so that it loses nothing where it meets no channel's
-scale, and 11 bits are kept where it does. Codes are exact in fp16, with residuals 11 bits are kept,
-and of whole products. So a log-sum-exp is that of the portable body for scales of tokens without
-residuals; calls that want one of others are left to that body.
+shared memory, each row by a power of two, so that where it meets no channel's scale nothing is
+rounded but what is below 2^-14 of the row's largest, and 11 bits are kept where it does. Codes are
+exact in fp16, with residuals 11 bits are kept, and of whole products. So a log-sum-exp is that of
+the portable body for scales of tokens without residuals; calls that want one of others are left to
+that body.
+
+Whole products end at 2^-24 of their page's unit. Keys whose scale is 2^23 below the largest of the
+page are as exact as in bf16, and smaller ones less, which shows in rows that do not see that
+largest, or for which its score is low.
 
 There is room for all keys that the block table could name, of which those in sight are written:
 sequence after sequence, in pages of what a step reads, [page, KV head, token, head_dim]. What else

@@ -83,7 +83,9 @@ def paged_attn_quantized(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``paged_attn`` over quantised caches: of keys and values (codes + residual) * scale.
 
-    Decode and chunked prefill, in any mode of ``allocate_quantized``. Nothing is written back.
+    Decode and chunked prefill, in any mode of ``allocate_quantized``. Nothing is written back; but
+    on Hopper calls with chunks put what they read into 16 bits first, in memory that they take for
+    as many tokens as ``block_table`` has room for, 512 MiB at most.
 
     Args:
         q: [n_tokens, num_heads, head_dim], fp32, bf16 or fp16; head_dim even, up to 256.
