@@ -14,7 +14,14 @@ import torch
 
 from tests.compiled_for import lines_of
 from tkernels import device, paged_attn_quantized_chunk
-from tkernels.kv_format import FORMATS, QuantizedKV, read_positions
+from tkernels.kv_format import (
+    FORMATS,
+    QuantizedKV,
+    allocate_quantized,
+    append_quantized_ref,
+    fields,
+    read_positions,
+)
 from tkernels.ops.paged_attn_quantized import SPEC, _portable_config
 from tkernels.quantized_attention_cases import problem_of
 from tkernels.registry import Config, Problem
@@ -268,6 +275,34 @@ def test_conversion(mode: str, dtype: torch.dtype, window: int | None, dev: torc
                 assert whole or not bool(scales[b, :, base:low].any())
     if "static" in mode:
         assert bool(scales.isnan().all())
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_numbers_far_beyond_static_scales(sign: float, dev: torch.device) -> None:
+    """A channel of which calibration saw nothing: its numbers are the largest of fp16, not inf."""
+    scale = torch.full((1, 64), 0.02)
+    scale[0, 5] = 2.0**-100
+    cache = allocate_quantized(
+        4, 16, 1, 64, mode="int8_static_fp4", tau=0.0, device=dev, residual_block=32,
+        outlier_share=1.0, static_scale=scale,
+    )  # fmt: skip
+    x = torch.randn(40, 1, 64, generator=torch.Generator().manual_seed(0)).to(dev)
+    x[:, 0, 5] = sign
+    append_quantized_ref(x, cache, torch.arange(40, device=dev))
+    assert bool((read_positions(cache, torch.arange(40, device=dev))[:, 0, 5] * sign > 0.5).all())
+    table = torch.arange(4, dtype=torch.int32, device=dev)[None]
+    assert cache.residual is not None
+    convert = paged_attn_quantized_chunk.bind_conversion(
+        cache.codes, table, page=PAGE, window=None, static=True, n_slots=cache.residual.shape[1],
+        residual_block=32, mantissa_bits=1, whole=False, pdl=False,
+    )  # fmt: skip
+    made = [torch.full((1, 1, PAGE, 64), torch.nan, dtype=FP16, device=dev) for _ in "kv"]
+    lens = torch.tensor([40], dtype=torch.int32, device=dev)
+    ends = torch.tensor([0, 40], dtype=torch.int32, device=dev)
+    convert(*fields(cache)[:5] * 2, table, lens, ends, *made, torch.empty(1, device=dev))
+    for got in made:
+        assert bool((got[0, 0, :40, 5] == sign * 65504).all())
+        assert bool(got[0, 0, :40].isfinite().all())
 
 
 # ---- results, on the GPU -----------------------------------------------------------------------

@@ -9,12 +9,13 @@ chunks (``tkernels.paged_attn_hopper``) reads them instead of pages:
              fp16(code + residual)                 for static scales
 
 In the second form a token's scale of keys goes to its scores, in fp32, which takes 40 us of 420
-(2048 tokens over 8192); a channel's to q, and that of values to the result. q is made fp16 in
-shared memory, each row by a power of two, so that where it meets no channel's scale nothing is
-rounded but what is below 2^-14 of the row's largest, and 11 bits are kept where it does. Codes are
-exact in fp16, with residuals 11 bits are kept, and of whole products. So a log-sum-exp is that of
-the portable body for scales of tokens without residuals; calls that want one of others are left to
-that body.
+(2048 tokens over 8192); a channel's to q, and that of values to the result. With static scales and
+residuals numbers end at 65504 of them, 516 times what calibration saw, where the portable body has
+the range of bf16. q is made fp16 in shared memory, each row by a power of two, so that where it
+meets no channel's scale nothing is rounded but what is below 2^-14 of the row's largest, and 11
+bits are kept where it does. Codes are exact in fp16, with residuals 11 bits are kept, and of whole
+products. So a log-sum-exp is that of the portable body for scales of tokens without residuals;
+calls that want one of others are left to that body.
 
 Whole products end at 2^-24 of their page's unit. Keys whose scale is 2^23 below the largest of the
 page are as exact as in bf16, and smaller ones less, which shows in rows that do not see that
@@ -61,6 +62,7 @@ TILE = 16  # tokens of a head that a program converts at a time
 def _numbers(
     cells, ok, slot, head, n_slots, codes_ptr, residual_ptr, exponents_ptr,
     HEAD_DIM: tl.constexpr, RESIDUAL_BLOCK: tl.constexpr, MANTISSA: tl.constexpr,
+    STATIC: tl.constexpr,
 ):
     """fp32 [T, HEAD_DIM] codes at ``cells``, and residuals where a token's ``slot`` is one."""
     half: tl.constexpr = HEAD_DIM // 2
@@ -80,6 +82,8 @@ def _numbers(
                                 mask=held[:, None], other=0)
             packed = packed >> tl.where(d >= half, 4, 0)[None, :]
             numbers += _values(packed & 15, exponents, MANTISSA, RESIDUAL_BLOCK)
+            if STATIC:  # a channel's scale may be anything to a token; fp16 ends at 516 times it
+                numbers = tl.minimum(tl.maximum(numbers, -65504.0), 65504.0)
     return numbers
 
 
@@ -143,9 +147,9 @@ def _to_16_bits_kernel(
             k_slot = tl.load(k_slots_ptr + place, mask=k_held, other=_NO_SLOT)
             v_slot = tl.load(v_slots_ptr + place, mask=v_held, other=_NO_SLOT)
         keys = _numbers(cells, ok, k_slot, head, n_slots, k_ptr, k_residual_ptr, k_exponents_ptr,
-                        HEAD_DIM, RESIDUAL_BLOCK, MANTISSA)
+                        HEAD_DIM, RESIDUAL_BLOCK, MANTISSA, STATIC)
         values = _numbers(cells, ok, v_slot, head, n_slots, v_ptr, v_residual_ptr, v_exponents_ptr,
-                          HEAD_DIM, RESIDUAL_BLOCK, MANTISSA)
+                          HEAD_DIM, RESIDUAL_BLOCK, MANTISSA, STATIC)
         d = tl.arange(0, HEAD_DIM)[None, :]
         if not STATIC:
             values = values * tl.abs(v_scale)[:, None]
