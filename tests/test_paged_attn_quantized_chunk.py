@@ -54,8 +54,7 @@ def chunk(
         ({"q_lens": None}, "needs cu_seqlens_q"),
         ({"dtype": torch.float32}, "needs bfloat16 or float16, got torch.float32"),
         ({"dtype": FP16}, None),
-        ({"dtype": FP16, "mode": "int8_fp4"}, "float16 for scales of tokens without residuals"),
-        ({"dtype": FP16, "mode": "int8_static"}, "float16 for scales of tokens without residuals"),
+        ({"dtype": FP16, "mode": "int8_fp4"}, None),  # legal, but left to the portable body
         ({"heads": "8/2x96"}, "has head_dim 64, 128 or 256, got 96"),
         ({"max_context": 131072}, None),  # 512 MiB
         ({"max_context": 131073}, "up to 536870912 bytes, got 537395200"),
@@ -85,6 +84,9 @@ def test_why_unfit(changed: dict[str, Any], why: str | None) -> None:
         (64, {"contexts": (1024,) * 8}, None),
         (585, {"contexts": (585,) * 14}, (1, False)),
         (2048, {"dtype": torch.float32}, None),
+        (2048, {"dtype": FP16}, (1, False)),
+        (2048, {"dtype": FP16, "mode": "int8_fp4"}, None),
+        (2048, {"dtype": FP16, "mode": "int8_static"}, None),
         (2048, {"max_context": 200000}, None),
     ],
 )
@@ -124,7 +126,7 @@ def test_why_illegal(changed: Config, why: str | None) -> None:
 
 # In a process of its own: here Triton is an interpreter, there it must compile.
 CHILD = """
-import dataclasses, json
+import dataclasses, json, warnings
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tkernels import device, offline
@@ -159,13 +161,20 @@ assert SPEC.default_config(mixed, device.current())["variant"] == "hopper_chunk"
 with FakeTensorMode(), offline.record_launches() as launches:
     SPEC.launch(**SPEC.make_inputs(mixed, torch.device("cpu")))
 found.append([[x.fn.__name__ for x in launches], [], None, False])
+# Results in fp16 of what this body would round to 11 bits, though a tuned file has it.
+warnings.simplefilter("error")
+for mode in ("int8_fp4", "int8_static"):
+    fp16 = problem_of((8192,), "32/8x128", torch.float16, mode, q_lens=(2048,))
+    with FakeTensorMode(), offline.record_launches() as launches:
+        SPEC.launch(**SPEC.make_inputs(fp16, torch.device("cpu")))
+    found.append([[x.fn.__name__ for x in launches], [], None, False])
 print(json.dumps(found))
 """
 
 
 @pytest.mark.slow
 def test_compiled_for_sm90() -> None:
-    *whole, fp4, static, mixed = json.loads(lines_of(CHILD)[-1])
+    *whole, fp4, static, mixed, fp16_fp4, fp16_static = json.loads(lines_of(CHILD)[-1])
     assert len(whole) == 6
     for names, facts, _, _ in whole:
         assert names[:2] == ["_to_16_bits_kernel", "_paged_attn_hopper_kernel"]
@@ -176,8 +185,8 @@ def test_compiled_for_sm90() -> None:
         assert facts[1]["spill_bytes"] <= 64, facts
     # Of keys, where a log-sum-exp is asked for or q is fp16; else of blocks, or of channels.
     assert [scales for names, _, scales, _ in whole if len(names) == 2] == [3, 1, 2, 2]
-    # What a log-sum-exp cannot have of this body, and tokens that are too few, the other takes.
-    for names, *_ in (fp4, static, mixed):
+    # What lse and fp16 cannot have of this body, and tokens that are too few, the other takes.
+    for names, *_ in (fp4, static, mixed, fp16_fp4, fp16_static):
         assert "_paged_attn_quantized_kernel" in names
         assert "_to_16_bits_kernel" not in names
 

@@ -199,6 +199,9 @@ def default_config(problem: Problem, dev: Device) -> Config | None:
     group = problem["num_heads"] // problem["num_kv_heads"]
     if why_unfit(problem, dev) or problem["max_seqlen_q"] * group < MIN_ROWS:
         return None
+    exact = not problem["static"] and not problem["residual_block"]
+    if problem["dtype"] == torch.float16 and not exact:
+        return None  # ``takes`` says why
     splits = _hopper_splits(problem, dev)
     if (splits == 0 and _most_keys(problem) < 2048) or (
         splits > 1 and problem["window"] is not None
@@ -223,9 +226,6 @@ def why_unfit(problem: Problem, dev: Device) -> str | None:
         return "variant hopper_chunk needs cu_seqlens_q"
     if why := flash.why_unfit(p["dtype"], 64, True, False, dev):
         return why
-    if p["dtype"] == torch.float16 and (p["static"] or p["residual_block"]):
-        # Rounded to 11 bits, weights, queries or keys would show in a result of 11 bits.
-        return "variant hopper_chunk has float16 for scales of tokens without residuals alone"
     if p["head_dim"] not in (64, 128, 256):
         return f"variant hopper_chunk has head_dim 64, 128 or 256, got {p['head_dim']}"
     if p["residual_block"] and p["head_dim"] % (2 * p["residual_block"]):
@@ -243,9 +243,14 @@ def why_unfit(problem: Problem, dev: Device) -> str | None:
 def takes(
     q: torch.Tensor, static: bool, residual_block: int, has_lse: bool, least_tokens: int
 ) -> bool:
-    """Whether a call that suits this body is one for it: by q, and by what its lse asks."""
+    """Whether a call that suits this body is one for it: by q, and by what its results ask.
+
+    Weights, queries or keys of 11 bits would show in a result of 11 bits, or in a log-sum-exp. (A
+    config is not refused for that: those of files serve both 16-bit types.)
+    """
     exact = not static and not residual_block
-    return flash.is_aligned(q) and (exact or not has_lse) and q.shape[0] >= least_tokens
+    shows = has_lse or q.dtype == torch.float16
+    return flash.is_aligned(q) and (exact or not shows) and q.shape[0] >= least_tokens
 
 
 def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
