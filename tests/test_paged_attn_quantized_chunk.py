@@ -463,6 +463,21 @@ def test_scales_of_keys_far_apart(lse: bool, dev: torch.device) -> None:
 
 @gpu
 @needs_sm90
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize(
+    ("q", "k"), [(0.0, 0.0), (0.0, 2.0**-30), (1.0, 0.0), (2.0**-60, 2.0**-90)]
+)
+def test_queries_and_keys_near_zero(q: float, k: float, splits: int, dev: torch.device) -> None:
+    """As of heads that are padding. What is out of sight stays so, where all scores are 0."""
+    inputs = SPEC.make_inputs(chunk((300,), (700,), "8/2x128"), dev)
+    inputs["q"] *= q
+    inputs["k_scale"] *= k
+    got = run(inputs, config=config_of(SPLITS=splits, MIN_SHARE=64))
+    assert_right(SPEC, inputs, got)
+
+
+@gpu
+@needs_sm90
 @pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
 def test_a_row_that_is_no_number_spoils_itself_alone(spoilt: float, dev: torch.device) -> None:
     inputs = SPEC.make_inputs(chunk((200,), (700,), "8/2x128"), dev)

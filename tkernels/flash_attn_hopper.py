@@ -54,6 +54,7 @@ PAGED = gl.constexpr(2)  # of VARLEN, if queries are packed but keys lie in page
 OF_KEYS, OF_CHANNELS, OF_BLOCKS = gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 _LOG2E = gl.constexpr(math.log2(math.e))
 _LN2 = gl.constexpr(math.log(2.0))
+_LEAST = gl.constexpr(2.0**-126)  # factor of scores that are 0 with it, as without
 
 
 # ---- the kernel: scheduling --------------------------------------------------------------------
@@ -394,7 +395,7 @@ def _attend(
                 m = m * of_block
             _, factor, offset = _exponent(m, row_scale)
             if SCALES == OF_BLOCKS and not SOFTCAP:
-                factor = factor * of_block
+                factor = gl.maximum(factor * of_block, _LEAST)  # -inf * 0 is NaN
             p = gl.exp2(s * factor[:, None] - offset[:, None])
             total = gl.sum(p, 1)
             p = gl.convert_layout(p.to(dtype), p_layout)
@@ -439,7 +440,7 @@ def _attend(
                 m_now, factor, offset = _exponent(m_new, row_scale)
                 of_scores = factor
                 if SCALES == OF_BLOCKS and not SOFTCAP:
-                    of_scores = factor * of_block
+                    of_scores = gl.maximum(factor * of_block, _LEAST)
                 p = gl.exp2(s * of_scores[:, None] - offset[:, None])
                 alpha = gl.exp2((m - m_now) * factor)
                 total = total * alpha + gl.sum(p, 1)
