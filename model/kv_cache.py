@@ -54,13 +54,14 @@ class KVCache:
                 if not part.is_static:
                     part.scale[target] = part.scale[source]
 
-    def num_residuals(self, blocks: Sequence[int] | None = None) -> int:
-        """Residuals that tokens in these blocks have, or in all. Waits for the device."""
+    def num_residuals(self, blocks: Sequence[int] | None = None) -> torch.Tensor | int:
+        """Residuals that tokens in these blocks have, or in all: a number that may lie on the
+        device, which nothing waits for."""
         held = [part.slots for part in self.quantized if part.slots is not None]
         if blocks is not None and held:
             chosen = torch.tensor(blocks, dtype=torch.int64, device=held[0].device)
             held = [slots.index_select(0, chosen) for slots in held]
-        return int(sum((slots != NO_SLOT).sum() for slots in held))
+        return sum((slots != NO_SLOT).sum() for slots in held)
 
     def statistics(self) -> dict[str, Any]:
         """Bytes held, a token's bytes (all layers and heads), and residuals held now and left out
@@ -74,7 +75,7 @@ class KVCache:
             "mode": parts[0].mode if parts else "none",
             "bytes": held,
             "bytes_per_token": held / (first.shape[0] * first.shape[1]),
-            "residuals": self.num_residuals(),
+            "residuals": int(self.num_residuals()),
             "residuals_dropped": sum(int(t.sum()) for t in dropped),
         }
 

@@ -112,7 +112,7 @@ def generate(
     )
     replies = [Reply(len(ids)) for ids in prompts]
     times = Times()
-    residuals = 0  # of sequences that have ended, which took them along
+    residuals: torch.Tensor | int = 0  # of sequences that have ended, which took them along
 
     def one(index: int) -> _Running:
         seed = secrets.randbits(63) if params.seed is None else params.seed + index
@@ -141,7 +141,7 @@ def generate(
             else:
                 if runner.watch is not None:
                     times.fallback[r.index] = runner.watch.report(r.sequence)
-                residuals += runner.cache.num_residuals(r.sequence.block_ids)
+                residuals = residuals + runner.cache.num_residuals(r.sequence.block_ids)
                 runner.release(r.sequence)
                 if on_done:
                     on_done(r.index)
@@ -173,7 +173,7 @@ def generate(
     except KeyboardInterrupt:
         pass  # the replies so far say "interrupted"
     times.kv_cache = runner.cache.statistics()
-    times.kv_cache["residuals"] += residuals
+    times.kv_cache["residuals"] += int(residuals)
     return replies, times
 
 

@@ -18,6 +18,7 @@ import torch
 
 import tkernels
 from tests.compiled_for import lines_of
+from tests.w4a16_calls import amid_others, at_addresses, kept_beside
 from tkernels import device, w4_decoding, w4a16_gemm_core
 from tkernels.ops import w4a16_gemm as op
 from tkernels.ops.w4a16_gemm import SPEC
@@ -155,18 +156,13 @@ def test_odd_addresses_have_the_portable_body(monkeypatch: pytest.MonkeyPatch) -
     """x and weights are copied 16 bytes at a time; scales are not."""
     monkeypatch.setattr(device, "current", lambda: dataclasses.replace(SM90, compile_only=False))
     took = []
-    for body in ("core", "portable"):
+    for body, binds in (("core", "_bind_hopper"), ("portable", "_bind_portable")):
         bound = functools.partial(lambda body, *_: lambda *_: took.append(body), body)
-        monkeypatch.setattr(op, f"_bind_{body}", bound)
+        monkeypatch.setattr(op, binds, bound)
     inputs = w4_inputs(w4_problem(5, 40, 1024), torch.device("cpu"))
     given = {name: inputs[name] for name in ("x", "weight", "weight_scale")}
     given["out"] = torch.empty(5, 40, dtype=BF16)
-    for name in (None, "x", "weight", "weight_scale", "out"):
-        changed = dict(given)
-        for each, t in given.items():  # wherever the allocator put them
-            room = torch.zeros(t.numel() + 16, dtype=t.dtype)
-            past = -room.data_ptr() % 16 // t.element_size() + (each == name)
-            changed[each] = room[past : past + t.numel()].view(t.shape).copy_(t)
+    for name, changed in at_addresses(given):
         run = op._plan(*changed.values(), False, False, config=BASE)
         assert run is not None
         run(*changed.values(), None, None)
@@ -466,19 +462,10 @@ def test_what_is_beside_the_matrices_is_not_read(way: Config, dev: torch.device)
     config = {**BASE, **way}
     expected = SPEC.launch(**inputs, config=config)
     assert_right(SPEC, inputs, tensors_of(expected))
-    wide = dict(inputs)
-    spoilt_by = (("x", math.nan), ("weight", 0x77777777), ("weight_scale", math.nan))
-    for name, spoilt in (*spoilt_by, ("weight_zero", 99)):
-        t = inputs[name]
-        padded = torch.full((len(t) + 3, t.shape[1] + 40), spoilt, dtype=t.dtype, device=dev)
-        padded[: len(t), : t.shape[1]] = t
-        wide[name] = padded[: len(t), : t.shape[1]]
-    wide["out"] = torch.full((m + 2, n + 5), 5.0, dtype=BF16, device=dev)[:m, :n]
-    kept = wide["out"]._base
-    SPEC.launch(**wide, config=config)
-    assert torch.equal(wide["out"], expected)
-    assert bool((kept[m:] == 5.0).all())
-    assert bool((kept[:, n:] == 5.0).all())
+    amid = amid_others(inputs, expected)
+    SPEC.launch(**amid, config=config)
+    assert torch.equal(amid["out"], expected)
+    assert kept_beside(amid["out"])
 
 
 @gpu

@@ -12,6 +12,7 @@ from tests.plain_gluon import block
 from tests.plain_warps import WarpsMachine
 from tkernels import device, w4a16_gemm_core, w4a16_gemm_wide
 from tkernels.device import bind
+from tkernels.ops import w4a16_gemm as op
 from tkernels.registry import Config
 from tkernels.w4a16_cases import w4_inputs, w4_problem
 
@@ -110,7 +111,8 @@ def test_as_plain_python(
             given = [inputs.get(name) for name in ("x", "weight", "weight_scale", "weight_zero")]
             strides = tuple(0 if t is None else t.stride(0) for t in (*given, out))
             facts = {"GROUP": 0 if group == k else group, "HAS_ZERO": zero, "HAS_BIAS": bias}
-            run = w4a16_gemm_wide.bound(sizes, facts, strides, config, programs)
+            bound = w4a16_gemm_wide.bound
+            run = op._bind_hopper(bound, sizes, facts, strides, config, programs)
             run(*given[:3], out, given[3], inputs.get("bias"))
         assert torch.equal(out, tkernels.reference.w4a16_gemm(**inputs)), seed
         assert bool((out._base[:, n:] == 7.0).all())

@@ -42,7 +42,6 @@ from tkernels.paged_attn_quantized_hopper import (
 )
 from tkernels.registry import Config, Problem
 from tkernels.w4_decoding import UNIT, _less, _numbers, _scaled_numbers, _scaled_steps
-from tkernels.w4a16_gemm_core import bound_adding
 
 if TYPE_CHECKING:
     from tkernels import _triton as gl
@@ -412,7 +411,7 @@ def bound(
     config: Config,
     programs: int,
 ) -> Callable[..., None]:
-    """``run(x, weight, scale, out, zero, bias)`` of tensors of such sizes and strides.
+    """What multiplies: ``launch(x, weight, scale, zero, bias, out, part)``.
 
     ``strides``: of x, weight, scale, zero and out, in numbers; ``programs``: no more than that.
     """
@@ -447,21 +446,11 @@ def bound(
         num_warps=4,
         **pdl,
     )
-    add = bound_adding(m, n, facts["HAS_BIAS"], strides[-1], config)
     numbers = (*strides[2:5], k // (facts["GROUP"] or k), n, steps, n_n, m, n_m, items)
 
-    def run(
-        x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, zero: Any,
-        bias: Any,
-    ) -> None:  # fmt: skip
+    def launch(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> None:
         turned = torch.empty((m, wide), dtype=x.dtype, device=x.device)
-        part = out
-        if add is not None:
-            part = torch.empty(splits * m * n, dtype=torch.float32, device=out.device)
-        zero, bias = (scale if t is None else t for t in (zero, bias))  # not read
         turn(x, turned, strides[0], k, wide)
-        start(weight, turned, scale, zero, bias, out, part, *numbers)
-        if add is not None:
-            add(bias, out, part)
+        start(weight, turned, *others, *numbers)
 
-    return run
+    return launch

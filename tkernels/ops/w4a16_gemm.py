@@ -586,8 +586,7 @@ def _plan(
     body = w4a16_gemm_wide if wide else w4a16_gemm_core
     if not body.fits((strides[0] if m > 1 else 0, *strides[1:])):
         return portable
-    bound = w4a16_gemm_wide.bound if wide else _bind_core
-    chosen = bound((m, n, k), facts, strides, cfg, max_programs)
+    chosen = _bind_hopper(body.bound, (m, n, k), facts, strides, cfg, max_programs)
     addressable = not device.current().compile_only
 
     def by_address(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> None:
@@ -690,17 +689,18 @@ def _bind(
     return run
 
 
-def _bind_core(
+def _bind_hopper(
+    bound: Callable[..., Callable[..., None]],
     sizes: tuple[int, int, int],
     facts: dict[str, Any],
     strides: tuple[int, ...],
     config: Config,
     max_programs: int,
 ) -> _Run:
-    """The same for ``w4a16_gemm_core``."""
+    """The same for ``w4a16_gemm_core`` and ``w4a16_gemm_wide``; ``bound``: theirs."""
     m, n, _ = sizes
     splits = config["SPLIT_K"]
-    multiply = w4a16_gemm_core.bound(sizes, facts, strides, config, max_programs)
+    multiply = bound(sizes, facts, strides, config, max_programs)
     add = w4a16_gemm_core.bound_adding(m, n, facts["HAS_BIAS"], strides[-1], config)
 
     def run(
