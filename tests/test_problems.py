@@ -123,7 +123,10 @@ SHAPES = {  # of each bench case; of all its kernels where several have one of t
     "int8-4096x4096x12288-bf16": "tokens=4096,outputs=4096,inputs=12288",
     "int8-64x12288x4096-bf16": "tokens=64,outputs=12288,inputs=4096",
     "quantizes-16x12288x4096-bf16": "tokens=16,outputs=12288,inputs=4096,quantized=false",
-    "w8a16-64x12288x4096-bf16": "tokens=64,outputs=12288,inputs=4096,high=true",
+    **{
+        f"w8a16-{m}x{n}x4096-bf16": f"tokens={m},outputs={n},inputs=4096,high=true"
+        for m, n in ((16, 4096), *((m, 12288) for m in (1, 16, 64, 256, 1024, 4096)))
+    },
     "int8-1x12288x4096-bf16": "tokens=1,outputs=12288,inputs=4096",
     "int8-16x4096x12288-bf16": "tokens=16,outputs=4096,inputs=12288",
     "1x12288x4096-bf16": "tokens=1,outputs=12288,inputs=4096",

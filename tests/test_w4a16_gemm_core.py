@@ -19,7 +19,7 @@ import torch
 import tkernels
 from tests.compiled_for import lines_of
 from tests.w4a16_calls import amid_others, at_addresses, kept_beside
-from tkernels import device, w4_decoding, w4a16_gemm_core
+from tkernels import device, integer_decoding, w4a16_gemm_core
 from tkernels.ops import w4a16_gemm as op
 from tkernels.ops.w4a16_gemm import SPEC
 from tkernels.registry import Config, Problem
@@ -172,7 +172,7 @@ def test_odd_addresses_have_the_portable_body(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("zero", [None, 0, 3, 15, 99])
 def test_codes_become_bf16(zero: int | None) -> None:
     """What the PTX says, in exact arithmetic, of every half of a word."""
-    text = w4_decoding._in_bf16(zero is not None)
+    text = integer_decoding._in_bf16(zero is not None)
     halves = torch.arange(1 << 16)
     values = {"$4": halves, "t": halves >> 8}
     assert "shr.u32 t, $4, 8;" in text  # what comes from the other half is masked
@@ -234,7 +234,7 @@ def _run_ptx(text: str, word: int, less: int) -> list[list[float]]:
 @pytest.mark.parametrize("has_zero", [False, True])
 def test_codes_become_fp16(has_zero: bool) -> None:
     """Pairs of numbers of a word, by the instructions one after the other."""
-    text = w4_decoding._in_fp16(has_zero)
+    text = integer_decoding._in_fp16(has_zero)
     rng = random.Random(0)
     for zero in range(16) if has_zero else [8]:
         one = torch.tensor(-1024.0 - zero, dtype=FP16)

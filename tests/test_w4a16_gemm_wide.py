@@ -19,7 +19,7 @@ import torch
 import tkernels
 from tests.compiled_for import lines_of
 from tests.w4a16_calls import amid_others, at_addresses, kept_beside
-from tkernels import device, w4_decoding, w4a16_gemm_wide
+from tkernels import device, integer_decoding, w4a16_gemm_wide
 from tkernels.ops import w4a16_gemm as op
 from tkernels.ops.w4a16_gemm import SPEC
 from tkernels.registry import Config, Problem
@@ -192,7 +192,7 @@ def test_strides_that_no_tensor_map_has(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_codes_become_scaled_bf16() -> None:
     """What the PTX says, in exact arithmetic, of every half of a word: rounded once, at the end."""
-    text = w4_decoding._in_units()
+    text = integer_decoding._in_units()
     halves = torch.arange(1 << 16)
     values = {"$4": halves, "t": halves >> 8}
     assert "shr.u32 t, $4, 8;" in text  # what comes from the other half is masked
@@ -200,7 +200,7 @@ def test_codes_become_scaled_bf16() -> None:
         r"and\.b32 \$(\d), (\S+), 0x(\w{8});fma\.rn\.bf16x2 \$\1, \$\1, (\$\d), \$7;", text
     )
     assert [int(step[0]) for step in steps] == [0, 1, 2, 3]
-    unit = float(w4_decoding.UNIT.value)
+    unit = float(integer_decoding.UNIT.value)
     generator = torch.Generator().manual_seed(0)
     random_scales = torch.randn(20, generator=generator) * 10.0 ** torch.arange(-12, 8).clamp(max=2)
     for scale in [0.0, 1.0, 2040.0, *random_scales.to(BF16).tolist()]:
@@ -221,7 +221,7 @@ def test_which_scales_steps_take() -> None:
     """All of bf16 from 2^-110 on and below 2^11, as documented; of others not all, or none."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16)
     scale = every[every.isfinite() & (every != 0)].float()
-    unit = float(w4_decoding.UNIT.value)
+    unit = float(integer_decoding.UNIT.value)
     factors = [(scale * 2.0**100 * 2.0**power).to(BF16).double() for power in (17, 13)]
     less = (scale * (-8 / unit)).to(BF16).double()
     right = torch.ones_like(scale, dtype=torch.bool)
@@ -305,7 +305,7 @@ def test_compiled_for_sm90() -> None:
     for case in found:
         changed = {**BASE, **case["case"][5]}
         split = ["_add_rows_kernel"] if changed["SPLIT_K"] > 1 else []
-        assert case["names"] == ["_turn_kernel", "_w4a16_gemm_wide_kernel", *split], case
+        assert case["names"] == ["_turn_kernel", "_integer_weights_kernel", *split], case
         assert case["spill_bytes"] <= 16, case
         used = w4a16_gemm_wide.shared_bytes(changed)
         assert case["shared_bytes"] <= used <= SM90.local_mem_bytes, case

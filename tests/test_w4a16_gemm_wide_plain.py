@@ -24,7 +24,7 @@ def _codes(halves: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _stand_ins(dtype: torch.dtype) -> dict[str, Any]:
-    """What ``w4_decoding`` promises, in the numbers that sums expect."""
+    """What ``integer_decoding`` promises, in the numbers that sums expect."""
     parts = 64.0 if dtype == BF16 else 1.0
 
     def numbers(halves: Any, zero: Any, has_zero: bool) -> tuple[Any, ...]:

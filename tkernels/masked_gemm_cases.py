@@ -198,6 +198,12 @@ GEMM_CASES = (
         8192, 8192, 8192, path="masked", groups="none"), _BENCH),
     Case("none-16x12288x4096-bf16", _P(
         16, 12288, 4096, path="masked", groups="none"), _BENCH),
-    Case("w8a16-64x12288x4096-bf16", _P(64, 12288, 4096, path="high"), _BENCH),
+    *(
+        Case(f"w8a16-{m}x{n}x{k}-bf16", _P(m, n, k, path="high"), _BENCH)
+        for m, n, k in (
+            (1, 12288, 4096), (16, 12288, 4096), (16, 4096, 4096), (64, 12288, 4096),
+            (256, 12288, 4096), (1024, 12288, 4096), (4096, 12288, 4096),
+        )
+    ),
 )
 # fmt: on

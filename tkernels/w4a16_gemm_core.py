@@ -19,7 +19,7 @@ next call lie beside those of this one, so some cores get two of a call and othe
 takes twice as long: 24 us, when 128 programs could choose among 264 places.
 
 Weights are the left operand of ``mma.sync`` (16 outputs), so that 8 rows of x fill the right one;
-``w4_decoding`` says how codes become numbers in the lane that read them. Sums are fp32, and a
+``integer_decoding`` says how codes become numbers in the lane that read them. Sums are fp32, and a
 group's sum is scaled in fp32.
 
 With PDL both kernels of a call let the next one start at once, and read what no kernel writes
@@ -43,7 +43,7 @@ from tkernels.paged_attn_quantized_hopper import (
     _wait_for_earlier_kernels,
 )
 from tkernels.registry import Config, Problem
-from tkernels.w4_decoding import PARTS_OF_ONE, _every_fourth, _less, _numbers
+from tkernels.integer_decoding import PARTS_OF_ONE, _every_fourth, _less, _numbers
 
 if TYPE_CHECKING:
     from tkernels import _triton as ampere

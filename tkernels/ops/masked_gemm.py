@@ -17,8 +17,10 @@ by each launch anew, so a captured graph follows them.
 A tile whose rows agree takes one path: the branches stand round the loops over K. A mixed tile
 takes both in turn, and each stores its own rows, so that never two accumulators are alive. A row's
 result does not depend on the other rows: with all bits clear it is bit for bit that without a mask,
-with all set that of ``high=True`` (which share a tuned config for this reason; but not where only
-the int8 operands have rows that do not divide by 16 bytes, which ``high=True`` does not read).
+with all set that of ``high=True`` with ``high_weight`` (which share a tuned config for this reason;
+but not where only the int8 operands have rows that do not divide by 16 bytes, which ``high=True``
+does not read). Without ``high_weight`` sums are taken in another order there, where ``high=True``
+has the body "wide".
 
 Few tiles do not fill a chip: then SPLIT_K programs share the K of a tile, each leaves its sum (32
 bits, int32 or fp32) in a workspace, and a second kernel adds these in order.
@@ -30,7 +32,7 @@ one for few rows, all in int8 (``masked_gemm_few``), "rows" one for several (``m
 "stream" one for up to 64 that is as wide as all cores together (``masked_gemm_stream``), "narrow"
 the same with weights as the left operand (``masked_gemm_narrow``). That computes all rows in int8;
 where some may run high, another launch behind it computes these once more, and ends at once where
-there are none.
+there are none. "wide" is for ``high=True`` alone, with int8 weights (``masked_gemm_wide``).
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from tkernels import (
     masked_gemm_narrow,
     masked_gemm_rows,
     masked_gemm_stream,
+    masked_gemm_wide,
 )
 from tkernels.check import (
     check_dtype,
@@ -538,7 +541,7 @@ def _plan(
     read: list[torch.Tensor] = [] if path == "high" else [weight, *([] if x_q is None else [x_q])]
     if path != "int8":
         read += [x, weight if hw is None else hw]
-    aligned = k % 16 == 0 and all(t.stride(0) * t.element_size() % 16 == 0 for t in read)
+    aligned = k % 16 == 0 and all(_is_aligned(t) for t in read)
     values = (m, n, k, x.dtype, path, hw is not None, aligned)
     cfg, max_programs = resolve(SPEC, values, config)
     # fmt: off
@@ -560,6 +563,15 @@ def _plan(
     # fmt: on
     if cfg["variant"] == "portable":
         run = bound(cfg, max_programs)
+    elif cfg["variant"] == "wide":
+        problem = dict(zip(SPEC.problem_fields, values, strict=True))
+        other = _portable_config(problem, device.current())
+        del other["programs_per_core"]
+        run = _by_address(
+            _bind_wide((m, n, k), facts, strides, cfg, max_programs),
+            bound({**other, **_plain_threads(other)}, device.current().max_programs),
+            all_of_them=False,
+        )
     elif cfg["variant"] in ("few", "rows") or (cfg["variant"] == "narrow" and path != "int8"):
         problem = dict(zip(SPEC.problem_fields, values, strict=True))
         other = _portable_config(problem, device.current())
@@ -580,6 +592,12 @@ def _plan(
         fast = described((m, n, k), facts, strides, n_words, cfg, max_programs)
         run = _by_address(fast, bound({**cfg, **_plain_threads(cfg)}, max_programs))
     return _quantizing(run) if path != "high" and x_q is None else run
+
+
+def _is_aligned(t: torch.Tensor) -> bool:
+    """Whether a tensor map can express its rows: they start at multiples of 16 bytes, not of 0."""
+    step = t.stride(0) * t.element_size()
+    return step % 16 == 0 and 0 < step < 2**40
 
 
 def _both(low: _Run, high_rows: _Run) -> _Run:
@@ -614,15 +632,15 @@ def _quantizing(run: _Run) -> _Run:
     return quantizing
 
 
-def _by_address(described: _Run, portable: _Run) -> _Run:
+def _by_address(described: _Run, portable: _Run, *, all_of_them: bool = True) -> _Run:
     """Tensor maps, and what is read and stored 16 bytes at a time, need addresses that divide by
-    16: a call knows them."""
+    16: a call knows them. ``all_of_them``: else those of weights alone."""
     addressable = not device.current().compile_only
 
     def run(*tensors: torch.Tensor | None) -> None:
         every = 0
         if addressable:
-            for t in tensors:
+            for t in tensors if all_of_them else tensors[1:2]:
                 every |= 0 if t is None else t.data_ptr()
         (portable if every % 16 else described)(*tensors)
 
@@ -889,6 +907,36 @@ def _bind_narrow(
     return run
 
 
+def _bind_wide(
+    sizes: tuple[int, int, int],
+    facts: dict[str, bool],
+    strides: tuple[int, ...],
+    config: Config,
+    max_programs: int,
+) -> _Run:
+    """The same for ``masked_gemm_wide``: all rows in 16 bits, weights in int8."""
+    m, n, _ = sizes
+    splits, has_bias = config["SPLIT_K"], facts["HAS_BIAS"]
+    of = (strides[3], strides[0], 1, 0, strides[4])
+    known = {"GROUP": 0, "HAS_ZERO": False, "HAS_BIAS": has_bias}
+    multiply = masked_gemm_wide.bound(sizes, known, of, config, max_programs)
+    scaled = {**facts, "HIGH_SCALE": False}  # parts of sums have been
+    every = device.current().max_programs
+    add, add_numbers = _bind_adding(sizes, scaled, strides[4], 0, config, every)
+
+    def run(*tensors: Any) -> None:
+        out, given = _stood_in(False, *tensors)
+        w, _, _, x, ws, xs, bias, mask, group = given
+        part = out
+        if splits > 1:
+            part = torch.empty(splits * m * n, dtype=torch.float32, device=out.device)
+        multiply(x, w, ws, ws, bias, out, part)
+        if add is not None:
+            add(ws, xs, bias, mask, group, out, part, *add_numbers)
+
+    return run
+
+
 def _bind_adding_rows(
     sizes: tuple[int, int, int], facts: dict[str, bool], stride_o: int, config: Config
 ) -> tuple[Callable[..., None] | None, tuple[int, ...]]:
@@ -1025,14 +1073,16 @@ _FIELDS = ("m", "n", "k", "dtype", "path", "high_weight", "aligned")
 
 def _tuning_key(problem: Problem) -> dict[str, Any]:
     p = problem
+    # All that can run high with weights of 16 bits share a config: then their sums are taken in one
+    # order, with a mask and without.
+    high = "none" if p["path"] == "int8" else "w16" if p["high_weight"] else "w8"
+    if alone := p["path"] == "high" and not p["high_weight"]:
+        high = "only w8"
     bucket = 8 if p["m"] <= 8 else 16  # the rows of the narrowest tiles, and of the next ones
     while bucket < min(p["m"], 16384):
-        bucket *= 4
-    # All that can run high share a config: then their sums are taken in one order, with a mask and
-    # without.
-    may_be_high = p["path"] != "int8"
+        bucket *= 2 if alone and bucket < 4096 else 4
     return {
-        "high": ("w16" if p["high_weight"] else "w8") if may_be_high else "none",
+        "high": high,
         "aligned": p["aligned"],
         "m_up_to": bucket,
         "n": p["n"],
@@ -1060,7 +1110,7 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     if _has_tma(dev):
         space["variant"] = ["portable", "tma"]
     if dev.arch == "sm90":
-        space["variant"] += ["hopper", "few", "rows", "stream", "narrow"]
+        space["variant"] += ["hopper", "few", "rows", "stream", "narrow", "wide"]
         space["BLOCK_M"] = [8, *space["BLOCK_M"]]
         space["BLOCK_N"] = sorted({*space["BLOCK_N"], *masked_gemm_stream.PARTS})
         space["programs_per_core"] = [0, 1, 2, 3, 4, 6]
@@ -1068,13 +1118,15 @@ def _space(dev: Device) -> dict[str, list[Any]]:
         **space,
         "SWAP": [False, True],
         "PDL": [False, True] if _has_pdl(dev) else [False],
-        "num_warps": [2, 4, 8],
-        "num_stages": [1, 2, 3, 4, 5, 6, *([7, 9, 11] if dev.arch == "sm90" else [])],
+        "num_warps": [2, 4, 8, *([12] if dev.arch == "sm90" else [])],
+        "num_stages": [1, 2, 3, 4, 5, 6, *([7, 8, 9, 11] if dev.arch == "sm90" else [])],
     }
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
-    stream, narrow = masked_gemm_stream, masked_gemm_narrow
+    stream, narrow, wide = masked_gemm_stream, masked_gemm_narrow, masked_gemm_wide
+    if wide.why_unfit(problem, dev) is None:
+        return wide.default_config(problem, dev)
     if problem["m"] in narrow.DEFAULT_ROWS and narrow.why_unfit(problem, dev) is None:
         if problem["m"] > 32 and problem["path"] == "int8":
             streaming = stream.default_config(problem, dev)
@@ -1149,7 +1201,7 @@ def _portable_config(problem: Problem, dev: Device) -> Config:
     return config
 
 
-_VARIANTS = ("portable", "tma", "hopper", "few", "rows", "stream", "narrow")
+_VARIANTS = ("portable", "tma", "hopper", "few", "rows", "stream", "narrow", "wide")
 # What the Hopper body has no choice of.
 _HOPPER: Config = {
     "variant": "hopper",
@@ -1186,6 +1238,9 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if config["variant"] == "narrow":
         unfit = masked_gemm_narrow.why_unfit(problem, dev)
         return unfit or masked_gemm_narrow.why_illegal(config, problem, dev)
+    if config["variant"] == "wide":
+        unfit = masked_gemm_wide.why_unfit(problem, dev)
+        return unfit or masked_gemm_wide.why_illegal(config, problem, dev)
     for name, least in (("BLOCK_M", 16), ("BLOCK_N", 16), ("BLOCK_K", 32)):
         if config[name] < least or config[name] & (config[name] - 1):
             return f"{name} must be a power of two from {least} on, got {config[name]}"

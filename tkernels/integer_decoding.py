@@ -1,4 +1,4 @@
-"""Codes of 4 bits to numbers of 16, in registers, as ``w4a16_gemm_core`` multiplies them (sm_90).
+"""Weights of 4 or 8 bits to numbers of 16, in registers, where they are multiplied (sm_90).
 
 A word w of 8 codes is two halves of 4: ``w >> 4i & 0x000f000f``, put beside an exponent whose last
 bit counts 1, are the codes of columns 8c + i and 8c + 4 + i, a pair of numbers in one register. The
@@ -8,6 +8,9 @@ codes stay in the lane that read them (``ldmatrix``), and a lane reads 8 neighbo
 In bf16 codes stay where no exponent is: eight bits there, two codes of them, are as many times
 2^-133, since exponents 0 and 1 have one step between numbers. One multiplication and addition makes
 (q - zero) / 64 of them, and a word needs one shift instead of three. Sums get 64 times that.
+
+Bytes go the same way, two of them to a product that has every second column: with the sign turned
+they are q + 128, eight bits, of which bf16 makes q / 64, and fp16, beside 1024, q.
 """
 
 from __future__ import annotations
@@ -78,6 +81,25 @@ def _in_fp16(zero: bool, scaled: bool = False) -> str:
     return text + "}"
 
 
+def _bytes_in_bf16() -> str:
+    """PTX from two int16 of two int8 each to pairs of q / 64 in bf16: low bytes, high bytes."""
+    text = "{.reg .b32 t, s, l; mov.b32 s, 0x7f007f00; mov.b32 l, 0xc000c000; shr.u32 t, $2, 8;"
+    for i, source in enumerate(("$2", "t")):
+        text += f"lop3.b32 ${i}, {source}, 0x00800080, 0x00ff00ff, 0x28;"  # (source ^ 0x80) & 0xff
+        text += f"fma.rn.bf16x2 ${i}, ${i}, s, l;"
+    return text + "}"
+
+
+def _bytes_in_fp16() -> str:
+    """PTX from two int16 of two int8 each to pairs of q in fp16: low bytes, high bytes."""
+    text = "{.reg .b32 t, e, l; mov.b32 e, 0x64646464; mov.b32 l, 0xe480e480;"
+    text += "xor.b32 t, $2, 0x80808080;"
+    for i, places in enumerate(("0x4240", "0x4341")):  # bytes of t, each below one of e
+        text += f"prmt.b32 ${i}, t, e, {places}; add.rn.f16x2 ${i}, ${i}, l;"
+    return text + "}"
+
+
+_BF16_BYTES, _FP16_BYTES = gl.constexpr(_bytes_in_bf16()), gl.constexpr(_bytes_in_fp16())
 _BF16, _BF16_ZERO = gl.constexpr(_in_bf16(False)), gl.constexpr(_in_bf16(True))
 _FP16, _FP16_ZERO = gl.constexpr(_in_fp16(False)), gl.constexpr(_in_fp16(True))
 _BF16_ZERO_SCALED = gl.constexpr(_in_bf16(True, True))
@@ -142,6 +164,20 @@ def _numbers(halves, zero, HAS_ZERO: gl.constexpr):
         numbers = gl.inline_asm_elementwise(
             _BF16, "=&r,=&r,=&r,=&r,r", [halves],
             dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2)
+    return numbers
+
+
+@gluon.jit
+def _numbers_of_bytes(halves, DTYPE: gl.constexpr):
+    """The two int8 of int16, low and high, as DTYPE; in bf16 1/64 of them."""
+    if gl.float16 == DTYPE:
+        numbers = gl.inline_asm_elementwise(
+            _FP16_BYTES, "=&r,=&r,r", [halves], dtype=(gl.float16, gl.float16), is_pure=True,
+            pack=2)
+    else:
+        numbers = gl.inline_asm_elementwise(
+            _BF16_BYTES, "=&r,=&r,r", [halves], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True,
+            pack=2)
     return numbers
 
 
