@@ -63,10 +63,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# Not one of the families that each test of the network runs through: heads as FP4 residuals want.
+# None of the families that each test of the network runs through: heads as FP4 residuals want.
 OTHERS: dict[str, dict[str, Any]] = {
     "qwen3-heads-of-32": dict(
         hidden_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        attention_bias=False, tie_word_embeddings=True,
+    ),
+    "qwen3-heads-of-64": dict(  # which Hopper's body for chunks over int8 pages has
+        hidden_size=48, num_attention_heads=8, num_key_value_heads=1, head_dim=64,
         attention_bias=False, tie_word_embeddings=True,
     ),
 }  # fmt: skip

@@ -212,6 +212,7 @@ class Machine:
             split=_split, join=lambda a, b: block(torch.stack((a, b), -1)),
             convert_layout=lambda t, layout, assert_trivial=False: t,
             load=self._load, store=self._store, atomic_add=self._atomic_add,
+            static_assert=_asserted,
             allocate_shared_memory=self._allocate, inline_asm_elementwise=self._assembly,
         )  # fmt: skip
         for module in modules:
@@ -353,6 +354,10 @@ class Machine:
     def _product(self, a: Shared, b: Shared, acc: torch.Tensor, is_async: bool) -> Block:
         wide = torch.float64 if acc.dtype.is_floating_point else torch.int32
         return block((acc + a.view().to(wide) @ b.view().to(wide)).to(acc.dtype))
+
+
+def _asserted(holds: bool) -> None:
+    assert holds
 
 
 def _as(shared: Shared, dtype: Any, shape: list[int], layout: Any) -> Shared:

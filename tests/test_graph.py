@@ -30,7 +30,9 @@ from model.loop import generate as replies_to
 from model.qwen3 import Linear, Model
 from model.runner import Runner
 from model.sampler import SamplingParams, alike, request_key, sample, sample_rows
-from tkernels import device
+from tkernels import device, flash_attn_hopper
+from tkernels import paged_attn_quantized_chunk as chunk
+from tkernels.registry import Config, Problem
 
 pytestmark = pytest.mark.thin(2)
 
@@ -135,8 +137,8 @@ def test_sizes_between_are_padded(patch: pytest.MonkeyPatch) -> None:
     steps_of(lambda: new_runner(tiny("qwen3").ours, OPS), tolerance=2e-4, sizes=(3, 7))
 
 
-def quantised(model: Model, ops: Any, tau: float = 0.012) -> Runner:
-    quantization = choose("int8_fp4", None, tau, model.config)
+def quantised(model: Model, ops: Any, tau: float = 0.012, mode: str = "int8_fp4") -> Runner:
+    quantization = choose(mode, None, tau if mode == "int8_fp4" else None, model.config)
     return Runner(model, ops, num_blocks=64, max_positions=64, quantization=quantization)
 
 
@@ -728,6 +730,32 @@ def tokens_of(make: Callable[[], Runner], params: SamplingParams, *, anew: bool)
 
 def on_device(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Model:
     return load_folder(folder, dtype=dtype, device=device.tensor_device())
+
+
+def chunks_are_converted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Attention to int8 pages takes Hopper's body for chunks wherever that can; the list that is
+    returned gets an entry for each call that was bound to it."""
+    if device.current().arch != "sm90":
+        pytest.skip("needs an sm90 GPU; this machine has none")
+    bound: list[int] = []
+    bind_body = chunk.bind_body
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        bound.append(1)
+        return bind_body(*args, **kwargs)
+
+    def wherever(problem: Problem, dev: device.Device) -> Config | None:
+        if chunk.why_unfit(problem, dev):
+            return None
+        body = flash_attn_hopper.default_config(problem["head_dim"])
+        of_body = {name: body[name] for name in ("BLOCK_N", "num_stages")}
+        more = {"SPLITS": 1, "MIN_SHARE": 256, "PACK_HEADS": True, "PDL": True}
+        return {**chunk.FIXED, **more, **of_body}
+
+    monkeypatch.setattr(chunk, "bind_body", counting)
+    monkeypatch.setattr(chunk, "default_config", wherever)
+    monkeypatch.setattr(chunk, "MIN_ROWS", 0)
+    return bound
 
 
 @pytest.mark.gpu

@@ -60,7 +60,10 @@ def test_why_illegal(changed: dict[str, Any], why: str | None) -> None:
 def test_large_aligned_problems_go_there_on_sm90_alone() -> None:
     for path in ("int8", "high", "masked"):
         large = {**LARGE, "path": path}
-        assert SPEC.default_config(large, SM90)["variant"] == "hopper"
+        alone = path == "high"  # and int8 weights
+        assert SPEC.default_config(large, SM90)["variant"] == ("wide" if alone else "hopper")
+        of_16_bits = SPEC.default_config({**large, "high_weight": True}, SM90)
+        assert of_16_bits["variant"] == "hopper"
         for other in (device.sm_facts(80), device.sm_facts(120), device.ascend_facts()):
             assert SPEC.default_config(large, other)["variant"] != "hopper"
         for unfit in ({"m": 64}, {"aligned": False}):
@@ -79,8 +82,11 @@ from tkernels.ops.masked_gemm import SPEC
 for path, high_weight in (("int8", False), ("high", False), ("high", True), ("masked", False),
                           ("masked", True)):
     problem = gemm_problem(8192, 8192, 8192, path=path, high_weight=high_weight)
+    config = None
+    if path == "high" and not high_weight:  # whose default is another body
+        config = SPEC.default_config({**problem, "path": "masked"}, device.current())
     with FakeTensorMode(), offline.record_launches() as launches:
-        SPEC.launch(**gemm_inputs(problem, torch.device("cpu")))
+        SPEC.launch(**gemm_inputs(problem, torch.device("cpu")), config=config)
     [launch] = launches
     ptx = offline.compiled_cuda(launch, 90).asm["ptx"]
     found = {

@@ -466,6 +466,20 @@ def test_real_pieces_equal_an_eager_runner() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["int8", "int8_fp4"])
+def test_real_pieces_of_chunks_that_are_converted(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = test_graph.chunks_are_converted(monkeypatch)
+    model = test_graph.on_device(tiny("qwen3-heads-of-64").folder)
+    runners = (
+        test_graph.quantised(model, ops, mode=mode) for ops in (tkernels, tkernels.reference)
+    )
+    steps_of(lambda: next(runners), tolerance=5e-2)
+    assert bound
+
+
+@pytest.mark.gpu
 def test_the_engine_on_the_device_answers_alike() -> None:
     model = test_graph.on_device(tiny("qwen3").folder, torch.float32)
     prompts = [plain.ids(7 + 9 * i, seed=i) for i in range(6)]

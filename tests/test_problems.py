@@ -144,6 +144,7 @@ SHAPES = {  # of each bench case; of all its kernels where several have one of t
     "1x151936x4096-bf16": "tokens=1,outputs=151936,inputs=4096",
     "none-8192x8192x8192-bf16": "tokens=8192,outputs=8192,inputs=8192,masked=true",
     "none-16x12288x4096-bf16": "tokens=16,outputs=12288,inputs=4096,masked=true",
+    "none-64x12288x4096-bf16": "tokens=64,outputs=12288,inputs=4096,masked=true",
     "64x32x128-bf16": "tokens=64",
     "4096x32x128-bf16": "tokens=4096",
     **{f"t{t}-e128-k8": f"tokens={t}" for t in (1, 64, 512, 4096)},

@@ -322,6 +322,21 @@ def test_real_graphs_of_a_cache_with_residuals() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["int8", "int8_fp4"])
+def test_real_graphs_of_chunks_that_are_converted(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hopper's body for chunks over int8 pages, for so few tokens, beside the references."""
+    bound = test_graph.chunks_are_converted(monkeypatch)
+    model = test_graph.on_device(tiny("qwen3-heads-of-64").folder)
+    runners = (
+        test_graph.quantised(model, ops, mode=mode) for ops in (tkernels, tkernels.reference)
+    )
+    steps_of(lambda: next(runners), tolerance=5e-2)
+    assert bound
+
+
+@pytest.mark.gpu
 def test_the_engine_on_the_device_answers_alike() -> None:
     model = test_graph.on_device(tiny("qwen3").folder, torch.float32)
     prompts = [plain.ids(7 + 9 * i, seed=i) for i in range(6)]

@@ -18,8 +18,8 @@ import torch
 
 import tkernels
 from tests.compiled_for import lines_of
-from tests.w4a16_calls import amid_others, at_addresses, kept_beside
-from tkernels import device, integer_decoding, w4a16_gemm_core
+from tests.moved_arguments import amid_others, at_addresses, kept_beside
+from tkernels import device, integer_decoding, integer_weights_few, w4a16_gemm_core
 from tkernels.ops import w4a16_gemm as op
 from tkernels.ops.w4a16_gemm import SPEC
 from tkernels.registry import Config, Problem
@@ -48,8 +48,8 @@ BASE: Config = {
     [
         (w4_problem(16, 48, 4096), None),
         (w4_problem(5, 48, 4096, group=32), "variant core has groups of 64 or more, got 32"),
-        (w4_problem(5, 48, 200, group=200), "variant core needs K to be a multiple of 32 up to"),
-        (w4_problem(5, 48, 1 << 31), "variant core needs K to be a multiple of 32 up to"),
+        (w4_problem(5, 48, 200, group=200), "variant core needs K to be a multiple of 32, got 200"),
+        (w4_problem(5, 48, 1 << 31), "variant core has up to 1073741824 columns, got 2147483648"),
     ],
 )
 def test_why_unfit(problem: Problem, why: str | None) -> None:
@@ -119,8 +119,8 @@ def test_how_the_default_divides_work(
     found = (
         chosen["SPLIT_K"],
         in_turn,
-        w4a16_gemm_core.tiles_of(chosen, m, n, in_turn * SM90.num_cores),
-        w4a16_gemm_core.steps_of(chosen, k),
+        integer_weights_few.tiles_of(chosen, m, n, in_turn * SM90.num_cores),
+        integer_weights_few.steps_of(chosen, k),
         chosen["num_stages"],
     )
     assert (chosen["variant"], *found) == ("core", *expected)
@@ -145,10 +145,10 @@ def test_default_is_legal_on_every_card(m: int, n: int, k: int, cores: int) -> N
         assert w4a16_gemm_core.why_illegal(config, problem, dev) is None
         assert 2 * w4a16_gemm_core.shared_bytes(config, problem, dev) > dev.local_mem_bytes
         programs = config["programs_per_core"] * cores
-        tiles = w4a16_gemm_core.tiles_of(config, m, n, programs)
+        tiles = integer_weights_few.tiles_of(config, m, n, programs)
         rows = -(-m // config["BLOCK_M"])
         assert rows * -(-n // (tiles * config["BLOCK_N"])) * config["SPLIT_K"] <= programs
-        columns = w4a16_gemm_core.steps_of(config, k) * config["BLOCK_K"] * config["SLICES"]
+        columns = integer_weights_few.steps_of(config, k) * config["BLOCK_K"] * config["SLICES"]
         assert columns * config["SPLIT_K"] >= k
 
 
@@ -312,13 +312,13 @@ def test_compiled_for_sm90() -> None:
         changed = {**BASE, **case["case"][5]}
         m, n, k, *_ = case["case"]
         split = ["_add_rows_kernel"] if changed["SPLIT_K"] > 1 else []
-        assert case["names"] == ["_w4a16_gemm_core_kernel", *split], case
+        assert case["names"] == ["_integer_weights_core_kernel", *split], case
         assert case["spill_bytes"] <= 16, case  # numbers put away ahead of the loop
         assert 2 * case["shared_bytes"] > SM90.local_mem_bytes, case  # a core has one
         # Two steps are in the program, one behind the other, where there are two.
         rows, columns, slices = changed["BLOCK_M"], changed["BLOCK_K"], changed["SLICES"]
-        tiles = w4a16_gemm_core.tiles_of(changed, m, n, SM90.num_cores)
-        steps = w4a16_gemm_core.steps_of(changed, k)
+        tiles = integer_weights_few.tiles_of(changed, m, n, SM90.num_cores)
+        steps = integer_weights_few.steps_of(changed, k)
         outputs = tiles * changed["BLOCK_N"] * slices // changed["num_warps"]
         products = outputs * rows * columns // (16 * 8 * 16)
         assert case["products"] == (2 - steps % 2) * products, case
@@ -360,8 +360,8 @@ def test_ways_are_legal() -> None:
             assert SPEC.why_illegal(config, problem, SM90) is None, (problem, way)
             if (m, n, k) not in long:
                 continue
-            tiles.add(w4a16_gemm_core.tiles_of(config, m, n, SM90.num_cores))
-            rings.append(w4a16_gemm_core.steps_of(config, k) > config["num_stages"])
+            tiles.add(integer_weights_few.tiles_of(config, m, n, SM90.num_cores))
+            rings.append(integer_weights_few.steps_of(config, k) > config["num_stages"])
     assert tiles == {1, 2, 3}
     assert 5 * sum(rings) >= 4 * len(rings)
 
@@ -410,10 +410,10 @@ def test_random_problems_ask_for_stages_again() -> None:
     """What is drawn: rings that are refilled, some of several tiles, and of odd steps."""
     tiles, odd = [], 0
     for problem, config in (each for seed in range(12) for each in random_problems(seed, SM90)):
-        steps = w4a16_gemm_core.steps_of(config, problem["k"])
+        steps = integer_weights_few.steps_of(config, problem["k"])
         if steps > config["num_stages"]:
             programs = config["programs_per_core"] * SM90.num_cores
-            tiles.append(w4a16_gemm_core.tiles_of(config, problem["m"], problem["n"], programs))
+            tiles.append(integer_weights_few.tiles_of(config, problem["m"], problem["n"], programs))
             odd += steps % 2
     assert len(tiles) >= 15
     assert sum(each > 1 for each in tiles) >= 3

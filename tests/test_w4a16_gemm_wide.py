@@ -18,8 +18,8 @@ import torch
 
 import tkernels
 from tests.compiled_for import lines_of
-from tests.w4a16_calls import amid_others, at_addresses, kept_beside
-from tkernels import device, integer_decoding, w4a16_gemm_wide
+from tests.moved_arguments import amid_others, at_addresses, kept_beside
+from tkernels import device, integer_decoding, integer_weights_many, w4a16_gemm_wide
 from tkernels.ops import w4a16_gemm as op
 from tkernels.ops.w4a16_gemm import SPEC
 from tkernels.registry import Config, Problem
@@ -45,10 +45,10 @@ BASE: Config = {
         (w4_problem(64, 48, 4096, group=32, zero=True), None),
         (w4_problem(64, 48, 4096, group=4096, scale=torch.float32), None),
         (w4_problem(64, 48, 4096, scale=torch.float32), "scales of x's dtype, got torch.float32"),
-        (w4_problem(64, 48, 200, group=200), "needs K to be a multiple of 32 up to"),
-        (w4_problem(64, 48, 1 << 31), "needs K to be a multiple of 32 up to"),
+        (w4_problem(64, 48, 200, group=200), "needs K to be a multiple of 32, got 200"),
+        (w4_problem(64, 48, 1 << 31), "up to 67107840 columns, got 2147483648"),
         (w4_problem(33, 1, 65535 * 1024), None),
-        (w4_problem(33, 1, 65535 * 1024 + 128), "up to 67107840, got 67107968"),
+        (w4_problem(33, 1, 65535 * 1024 + 128), "up to 67107840 columns, got 67107968"),
         (w4_problem(64, 1 << 23, 128), "variant wide has up to 4194304 outputs, got 8388608"),
     ],
 )
@@ -69,7 +69,8 @@ def test_why_unfit_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"BLOCK_M": 16}, "BLOCK_M of 32, 64, 128 or 256, got 16"),
+        ({"BLOCK_M": 16}, "BLOCK_M of 32 or more, got 16"),
+        ({"BLOCK_M": 512}, "BLOCK_M of 8, 16, 32, 64, 128, 256, got 512"),
         ({"BLOCK_N": 128}, "variant wide has BLOCK_N 64"),
         ({"BLOCK_K": 256}, "variant wide has BLOCK_K 128"),
         ({"SLICES": 2}, "variant wide has SLICES 1"),
@@ -238,8 +239,9 @@ def test_which_scales_steps_take() -> None:
     assert not bool(right[size < 2.0**-110].all())
 
 
-def test_x_is_turned() -> None:
-    """Every fourth column together, in each 128 of them; zeros behind the last."""
+@pytest.mark.parametrize("every", [2, 4])
+def test_x_is_turned(every: int) -> None:
+    """Every fourth column together, or second, in each 128 of them; zeros behind the last."""
     from tkernels.device import bind
 
     if device.current().is_npu:
@@ -251,9 +253,10 @@ def test_x_is_turned() -> None:
     out = torch.full((3, 1280), math.nan, dtype=BF16, device=on)
     wider = torch.full((3, 1300), math.nan, dtype=BF16, device=on)
     wider[:, :1200] = x
-    turn = bind(w4a16_gemm_wide._turn_kernel, (3, 2), PDL=False, BLOCKS=8, num_warps=4)
+    options = {"PDL": False, "BLOCKS": 8, "num_warps": 4}
+    turn = bind(integer_weights_many._turn_kernel, (3, 2), EVERY=every, **options)
     turn(wider, out, 1300, 1200, 1280)
-    expected = padded.view(3, 10, 32, 4).transpose(2, 3).reshape(3, 1280)
+    expected = padded.view(3, 10, 128 // every, every).transpose(2, 3).reshape(3, 1280)
     assert torch.equal(out, expected)
 
 

@@ -205,3 +205,14 @@ def _every_fourth(x, right: gl.constexpr):
             gl.convert_layout(gl.permute(x1, [0, 2, 1]), right, assert_trivial=True),
             gl.convert_layout(gl.permute(x2, [0, 2, 1]), right, assert_trivial=True),
             gl.convert_layout(gl.permute(x3, [0, 2, 1]), right, assert_trivial=True))
+
+
+@gluon.jit
+def _every_second(x, right: gl.constexpr):
+    """Two right operands [W, C / 2, R] of x [W, R, C]: columns 2h and 2h + 1."""
+    w: gl.constexpr = x.shape[0]
+    r: gl.constexpr = x.shape[1]
+    h: gl.constexpr = x.shape[2] // 2
+    even, odd = gl.split(gl.reshape(x, [w, r, h, 2]))
+    return (gl.convert_layout(gl.permute(even, [0, 2, 1]), right, assert_trivial=True),
+            gl.convert_layout(gl.permute(odd, [0, 2, 1]), right, assert_trivial=True))

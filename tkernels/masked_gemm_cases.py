@@ -198,6 +198,8 @@ GEMM_CASES = (
         8192, 8192, 8192, path="masked", groups="none"), _BENCH),
     Case("none-16x12288x4096-bf16", _P(
         16, 12288, 4096, path="masked", groups="none"), _BENCH),
+    Case("none-64x12288x4096-bf16", _P(
+        64, 12288, 4096, path="masked", groups="none"), _BENCH),
     *(
         Case(f"w8a16-{m}x{n}x{k}-bf16", _P(m, n, k, path="high"), _BENCH)
         for m, n, k in (

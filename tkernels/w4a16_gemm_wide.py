@@ -1,10 +1,10 @@
-"""``w4a16_gemm`` of many rows on Hopper (sm_90): what ``integer_weights_hopper`` takes and when."""
+"""``w4a16_gemm`` of many rows on Hopper (sm_90): what ``integer_weights_many`` takes and when."""
 
 from __future__ import annotations
 
 import functools
 
-from tkernels import integer_weights_hopper as body
+from tkernels import integer_weights_many as body
 from tkernels.device import Device
 from tkernels.registry import Config, Problem
 

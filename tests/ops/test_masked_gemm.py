@@ -320,9 +320,11 @@ def test_all_that_may_run_high_share_a_config() -> None:
         if case.problem["path"] == "int8":
             continue
         high, masked = ({**case.problem, "path": path} for path in ("high", "masked"))
-        assert SPEC.tuning_key(high) == SPEC.tuning_key(masked)
+        alone = not case.problem["high_weight"]  # on sm90 in bodies of their own
+        assert (SPEC.tuning_key(high) == SPEC.tuning_key(masked)) != alone
         for facts in (device.sm_facts(90), device.sm_facts(80), device.ascend_facts()):
-            assert SPEC.default_config(high, facts) == SPEC.default_config(masked, facts)
+            if facts.arch != "sm90" or not alone or not case.problem["aligned"]:
+                assert SPEC.default_config(high, facts) == SPEC.default_config(masked, facts)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ result does not depend on the other rows: with all bits clear it is bit for bit 
 with all set that of ``high=True`` with ``high_weight`` (which share a tuned config for this reason;
 but not where only the int8 operands have rows that do not divide by 16 bytes, which ``high=True``
 does not read). Without ``high_weight`` sums are taken in another order there, where ``high=True``
-has the body "wide".
+has a body of its own.
 
 Few tiles do not fill a chip: then SPLIT_K programs share the K of a tile, each leaves its sum (32
 bits, int32 or fp32) in a workspace, and a second kernel adds these in order.
@@ -32,7 +32,7 @@ one for few rows, all in int8 (``masked_gemm_few``), "rows" one for several (``m
 "stream" one for up to 64 that is as wide as all cores together (``masked_gemm_stream``), "narrow"
 the same with weights as the left operand (``masked_gemm_narrow``). That computes all rows in int8;
 where some may run high, another launch behind it computes these once more, and ends at once where
-there are none. "wide" is for ``high=True`` alone, with int8 weights (``masked_gemm_wide``).
+there are none. "core" and "wide" are for ``high=True`` with int8 weights (``masked_gemm_w8a16``).
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ import torch
 from tkernels import (
     device,
     few_rows_hopper,
+    integer_weights_few,
     masked_gemm_few,
     masked_gemm_hopper,
     masked_gemm_narrow,
     masked_gemm_rows,
     masked_gemm_stream,
-    masked_gemm_wide,
+    masked_gemm_w8a16,
 )
 from tkernels.check import (
     check_dtype,
@@ -563,14 +564,14 @@ def _plan(
     # fmt: on
     if cfg["variant"] == "portable":
         run = bound(cfg, max_programs)
-    elif cfg["variant"] == "wide":
+    elif cfg["variant"] in ("core", "wide"):
         problem = dict(zip(SPEC.problem_fields, values, strict=True))
         other = _portable_config(problem, device.current())
         del other["programs_per_core"]
         run = _by_address(
-            _bind_wide((m, n, k), facts, strides, cfg, max_programs),
+            _bind_w8a16((m, n, k), facts, strides, cfg, max_programs),
             bound({**other, **_plain_threads(other)}, device.current().max_programs),
-            all_of_them=False,
+            of=slice(1 if cfg["variant"] == "wide" else 0, 2),
         )
     elif cfg["variant"] in ("few", "rows") or (cfg["variant"] == "narrow" and path != "int8"):
         problem = dict(zip(SPEC.problem_fields, values, strict=True))
@@ -632,15 +633,15 @@ def _quantizing(run: _Run) -> _Run:
     return quantizing
 
 
-def _by_address(described: _Run, portable: _Run, *, all_of_them: bool = True) -> _Run:
+def _by_address(described: _Run, portable: _Run, *, of: slice = slice(None)) -> _Run:
     """Tensor maps, and what is read and stored 16 bytes at a time, need addresses that divide by
-    16: a call knows them. ``all_of_them``: else those of weights alone."""
+    16: a call knows them. ``of``: which of them."""
     addressable = not device.current().compile_only
 
     def run(*tensors: torch.Tensor | None) -> None:
         every = 0
         if addressable:
-            for t in tensors if all_of_them else tensors[1:2]:
+            for t in tensors[of]:
                 every |= 0 if t is None else t.data_ptr()
         (portable if every % 16 else described)(*tensors)
 
@@ -907,32 +908,32 @@ def _bind_narrow(
     return run
 
 
-def _bind_wide(
+def _bind_w8a16(
     sizes: tuple[int, int, int],
     facts: dict[str, bool],
     strides: tuple[int, ...],
     config: Config,
     max_programs: int,
 ) -> _Run:
-    """The same for ``masked_gemm_wide``: all rows in 16 bits, weights in int8."""
+    """The same for ``masked_gemm_w8a16``: all rows in 16 bits, weights in int8."""
     m, n, _ = sizes
     splits, has_bias = config["SPLIT_K"], facts["HAS_BIAS"]
     of = (strides[3], strides[0], 1, 0, strides[4])
     known = {"GROUP": 0, "HAS_ZERO": False, "HAS_BIAS": has_bias}
-    multiply = masked_gemm_wide.bound(sizes, known, of, config, max_programs)
-    scaled = {**facts, "HIGH_SCALE": False}  # parts of sums have been
-    every = device.current().max_programs
-    add, add_numbers = _bind_adding(sizes, scaled, strides[4], 0, config, every)
+    bound = masked_gemm_w8a16.bound[config["variant"]]
+    cfg = masked_gemm_w8a16.with_slices(config)
+    multiply = bound(sizes, known, of, cfg, max_programs)
+    add = integer_weights_few.bound_adding(m, n, has_bias, strides[4], config)
 
     def run(*tensors: Any) -> None:
-        out, given = _stood_in(False, *tensors)
-        w, _, _, x, ws, xs, bias, mask, group = given
+        x, weight, scale, out, *_, bias, _, _ = tensors
         part = out
         if splits > 1:
             part = torch.empty(splits * m * n, dtype=torch.float32, device=out.device)
-        multiply(x, w, ws, ws, bias, out, part)
+        bias = scale if bias is None else bias  # not read
+        multiply(x, weight, scale, scale, bias, out, part)
         if add is not None:
-            add(ws, xs, bias, mask, group, out, part, *add_numbers)
+            add(bias, out, part)
 
     return run
 
@@ -1110,10 +1111,10 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     if _has_tma(dev):
         space["variant"] = ["portable", "tma"]
     if dev.arch == "sm90":
-        space["variant"] += ["hopper", "few", "rows", "stream", "narrow", "wide"]
+        space["variant"] += ["hopper", "few", "rows", "stream", "narrow", "core", "wide"]
         space["BLOCK_M"] = [8, *space["BLOCK_M"]]
         space["BLOCK_N"] = sorted({*space["BLOCK_N"], *masked_gemm_stream.PARTS})
-        space["programs_per_core"] = [0, 1, 2, 3, 4, 6]
+        space["programs_per_core"] = [0, 1, 2, 3, 4, 6, 8, 16, 32]
     return {
         **space,
         "SWAP": [False, True],
@@ -1124,9 +1125,9 @@ def _space(dev: Device) -> dict[str, list[Any]]:
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
-    stream, narrow, wide = masked_gemm_stream, masked_gemm_narrow, masked_gemm_wide
-    if wide.why_unfit(problem, dev) is None:
-        return wide.default_config(problem, dev)
+    stream, narrow, w8a16 = masked_gemm_stream, masked_gemm_narrow, masked_gemm_w8a16
+    if w8a16.why_unfit("wide", problem, dev) is None:
+        return w8a16.default_config(problem, dev)
     if problem["m"] in narrow.DEFAULT_ROWS and narrow.why_unfit(problem, dev) is None:
         if problem["m"] > 32 and problem["path"] == "int8":
             streaming = stream.default_config(problem, dev)
@@ -1201,7 +1202,7 @@ def _portable_config(problem: Problem, dev: Device) -> Config:
     return config
 
 
-_VARIANTS = ("portable", "tma", "hopper", "few", "rows", "stream", "narrow", "wide")
+_VARIANTS = ("portable", "tma", "hopper", "few", "rows", "stream", "narrow", "core", "wide")
 # What the Hopper body has no choice of.
 _HOPPER: Config = {
     "variant": "hopper",
@@ -1238,9 +1239,9 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if config["variant"] == "narrow":
         unfit = masked_gemm_narrow.why_unfit(problem, dev)
         return unfit or masked_gemm_narrow.why_illegal(config, problem, dev)
-    if config["variant"] == "wide":
-        unfit = masked_gemm_wide.why_unfit(problem, dev)
-        return unfit or masked_gemm_wide.why_illegal(config, problem, dev)
+    if config["variant"] in ("core", "wide"):
+        unfit = masked_gemm_w8a16.why_unfit(config["variant"], problem, dev)
+        return unfit or masked_gemm_w8a16.why_illegal(config, problem, dev)
     for name, least in (("BLOCK_M", 16), ("BLOCK_N", 16), ("BLOCK_K", 32)):
         if config[name] < least or config[name] & (config[name] - 1):
             return f"{name} must be a power of two from {least} on, got {config[name]}"

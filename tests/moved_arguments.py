@@ -1,4 +1,4 @@
-"""Arguments of ``w4a16_gemm`` that lie elsewhere: at odd addresses, or amid numbers of others."""
+"""Arguments of a matrix product that lie elsewhere: at odd addresses, or amid numbers of others."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def amid_others(inputs: Mapping[str, torch.Tensor], out: torch.Tensor) -> dict[s
     ``out`` has 5 rows and columns of 5.0 more, in its ``_base``.
     """
     amid = dict(inputs)
-    for name, beside in _BESIDE.items():
-        t = inputs[name]
+    for name, t in inputs.items():
+        if name not in _BESIDE or t.dim() != 2:
+            continue
+        beside = _BESIDE[name] if t.dtype != torch.int8 else 99
         shape = (len(t) + 3, t.shape[1] + 40)
         amid[name] = torch.full(shape, beside, dtype=t.dtype, device=t.device)[
             : len(t), : t.shape[1]

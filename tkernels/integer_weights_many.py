@@ -34,13 +34,6 @@ import torch
 from tkernels import device
 from tkernels import masked_gemm_hopper as masked
 from tkernels.device import Device, bind, cdiv, tl, triton
-from tkernels.masked_gemm_hopper import _as, _describer, _load_tile
-from tkernels.ops.paged_attn import _let_next_kernel_start as _next_may_start
-from tkernels.ops.paged_attn import _wait_for_earlier_kernels as _earlier_have_ended
-from tkernels.paged_attn_quantized_hopper import (
-    _let_next_kernel_start,
-    _wait_for_earlier_kernels,
-)
 from tkernels.integer_decoding import (
     UNIT,
     _less,
@@ -48,6 +41,13 @@ from tkernels.integer_decoding import (
     _numbers_of_bytes,
     _scaled_numbers,
     _scaled_steps,
+)
+from tkernels.masked_gemm_hopper import _as, _describer, _load_tile
+from tkernels.ops.paged_attn import _let_next_kernel_start as _next_may_start
+from tkernels.ops.paged_attn import _wait_for_earlier_kernels as _earlier_have_ended
+from tkernels.paged_attn_quantized_hopper import (
+    _let_next_kernel_start,
+    _wait_for_earlier_kernels,
 )
 from tkernels.registry import Config
 
@@ -84,7 +84,7 @@ def _turn_kernel(
     x_ptr, out_ptr, stride_x, n_inner, n_out, EVERY: tl.constexpr, PDL: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Part of a row of x, each 128 columns of it as [128 / EVERY, EVERY] turned to its transpose."""
+    """Part of a row of x, each 128 columns of it as [128 / EVERY, EVERY] transposed."""
     SIDE: tl.constexpr = 128 // EVERY
     if PDL:
         _next_may_start()

@@ -1,0 +1,191 @@
+"""The body for many rows and weights of 4 or 8 bits as plain Python: its ring of stages, places and
+orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tkernels
+from tests.plain_gluon import block
+from tests.plain_warps import WarpsMachine
+from tkernels import (
+    device,
+    integer_weights_few,
+    integer_weights_many,
+    masked_gemm_w8a16,
+    w4a16_gemm_wide,
+)
+from tkernels.device import bind
+from tkernels.masked_gemm_cases import gemm_inputs, gemm_problem
+from tkernels.ops import masked_gemm as masked
+from tkernels.ops import w4a16_gemm as op
+from tkernels.registry import Config
+from tkernels.w4a16_cases import w4_inputs, w4_problem
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def _codes(halves: torch.Tensor) -> list[torch.Tensor]:
+    return [block((halves.int() >> 4 * i & 15).double()) for i in range(4)]
+
+
+def _stand_ins(dtype: torch.dtype) -> dict[str, Any]:
+    """What ``integer_decoding`` promises, in the numbers that sums expect."""
+    parts = 64.0 if dtype == BF16 else 1.0
+
+    def numbers(halves: Any, zero: Any, has_zero: bool) -> tuple[Any, ...]:
+        less = zero.double() if has_zero else -8.0 / parts
+        return tuple((q / parts + less).to(dtype) for q in _codes(halves))
+
+    def scaled(halves: Any, zero: Any, scale: Any, has_zero: bool) -> tuple[Any, ...]:
+        return tuple(
+            (t.double() * scale.double()).to(dtype) for t in numbers(halves, zero, has_zero)
+        )
+
+    return {
+        "_numbers": numbers,
+        "_less": lambda zeros, _: zeros.double() / -parts,
+        "_scaled_numbers": scaled,
+        "_scaled_steps": lambda halves, scale: tuple(
+            ((q - 8) * scale.double() / 65536.0).to(dtype) for q in _codes(halves)
+        ),
+        "_numbers_of_bytes": lambda halves, _: tuple(
+            (block(byte.double()) / parts).to(dtype)
+            for byte in ((halves.int() & 255 ^ 128) - 128, halves.int() >> 8)
+        ),
+        "UNIT": 65536.0,
+    }
+
+
+def _without_pdl(kernel: Any, grid: tuple[int, ...], **kwargs: Any) -> Any:
+    """``bind`` of what turns x: the interpreter has no PTX."""
+    return bind(kernel, grid, **{**kwargs, "PDL": False})
+
+
+@pytest.mark.skipif(not device.INTERPRETED, reason="x is turned by Triton's interpreter")
+@pytest.mark.parametrize(
+    ("sizes", "group", "changed", "dtype", "zero", "bias"),
+    [
+        ((40, 200, 416), 32, {"programs": 1}, BF16, False, True),
+        ((33, 129, 416), 32, {"programs": 3, "SPLIT_K": 3}, BF16, True, True),
+        ((70, 400, 576), 64, {"programs": 2, "num_warps": 12, "num_stages": 3}, FP16, True, False),
+        ((1, 1, 32), 32, {}, BF16, False, False),
+        ((2, 1, 64), 64, {"PDL": False}, FP16, False, True),
+        ((65, 65, 96), 32, {"BLOCK_M": 64}, BF16, True, False),
+        ((65, 65, 96), 96, {"BLOCK_M": 64, "num_stages": 8}, FP16, False, True),
+        ((33, 130, 1280), 256, {"programs": 4, "SPLIT_K": 8}, FP16, False, True),
+        ((40, 130, 896), 128, {"programs": 2, "SPLIT_K": 2}, BF16, False, False),
+    ],
+)
+def test_as_plain_python(
+    sizes: tuple[int, int, int],
+    group: int,
+    changed: Config,
+    dtype: torch.dtype,
+    zero: bool,
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    m, n, k = sizes
+    config = {
+        **w4a16_gemm_wide.FIXED, "BLOCK_M": 32, "SPLIT_K": 1, "PDL": True, "num_warps": 8,
+        "num_stages": 2, **changed,
+    }  # fmt: skip
+    programs = config.pop("programs", 132)
+    inputs = w4_inputs(
+        w4_problem(m, n, k, dtype, group=group, zero=zero, bias=bias), torch.device("cpu")
+    )
+    # Exact sums: nothing depends on the order in which they are added.
+    generator = torch.Generator().manual_seed(1)
+    inputs["x"] = torch.randint(-2, 3, (m, k), generator=generator).to(dtype)
+    powers = torch.randint(-3, 1, inputs["weight_scale"].shape, generator=generator)
+    inputs["weight_scale"] = torch.exp2(powers.float()).to(dtype)
+    for name in ("x", "weight", "weight_scale", "weight_zero"):
+        if name in inputs:
+            inputs[name] = beside_others(inputs[name])
+    given = [inputs.get(name) for name in ("x", "weight", "weight_scale", "weight_zero")]
+    facts = {"GROUP": 0 if group == k else group, "HAS_ZERO": zero, "HAS_BIAS": bias}
+
+    def run(out: torch.Tensor) -> None:
+        strides = tuple(0 if t is None else t.stride(0) for t in (*given, out))
+        bound = op._bind_hopper(w4a16_gemm_wide.bound, sizes, facts, strides, config, programs)
+        bound(*given[:3], out, given[3], inputs.get("bias"))
+
+    as_plain_python(run, tkernels.reference.w4a16_gemm(**inputs), monkeypatch)
+
+
+@pytest.mark.skipif(not device.INTERPRETED, reason="x is turned by Triton's interpreter")
+@pytest.mark.parametrize(
+    ("sizes", "changed", "dtype", "bias"),
+    [
+        ((5, 200, 416), {"BLOCK_M": 8, "programs": 1}, BF16, True),
+        ((33, 129, 400), {"programs": 3, "SPLIT_K": 3}, FP16, True),  # ends within a step
+        ((70, 400, 576), {"programs": 2, "num_warps": 12, "num_stages": 3}, BF16, False),
+        ((1, 1, 16), {"BLOCK_M": 8}, FP16, False),
+        ((17, 65, 1040), {"BLOCK_M": 16, "SPLIT_K": 8, "PDL": False}, BF16, False),
+    ],
+)
+def test_eight_bits_as_plain_python(
+    sizes: tuple[int, int, int],
+    changed: Config,
+    dtype: torch.dtype,
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    m, n, k = sizes
+    config = {
+        **masked_gemm_w8a16.FIXED, "variant": "wide", "BLOCK_M": 32, "SPLIT_K": 1, "PDL": True,
+        "num_warps": 8, "num_stages": 2, **changed,
+    }  # fmt: skip
+    programs = config.pop("programs", 132)
+    inputs = gemm_inputs(gemm_problem(m, n, k, dtype, path="high", bias=bias), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    inputs["x"] = beside_others(torch.randint(-2, 3, (m, k), generator=generator).to(dtype))
+    inputs["weight"] = beside_others(inputs["weight"])
+    inputs["weight"][0, :4] = torch.tensor([-128, 127, -1, 0][: min(4, k)], dtype=torch.int8)
+    inputs["weight_scale"] = torch.exp2(torch.randint(-3, 1, (n,), generator=generator).float())
+    x, weight, scale = (inputs[name] for name in ("x", "weight", "weight_scale"))
+    facts = {"LOW": False, "HIGH": True, "HIGH_SCALE": True, "HAS_BIAS": bias}
+
+    def run(out: torch.Tensor) -> None:
+        strides = (weight.stride(0), k, weight.stride(0), x.stride(0), out.stride(0))
+        bound = masked._bind_w8a16(sizes, facts, strides, config, programs)
+        bound(x, weight, scale, out, None, None, None, inputs.get("bias"), None, None)
+
+    as_plain_python(run, tkernels.reference.masked_gemm(**inputs), monkeypatch)
+
+
+def beside_others(t: torch.Tensor) -> torch.Tensor:
+    """The same numbers as a view, with others beside them."""
+    wide = torch.full((len(t), t.shape[1] + 16), 99, dtype=t.dtype)
+    wide[:, : t.shape[1]] = t
+    return wide[:, : t.shape[1]]
+
+
+def as_plain_python(
+    run: Callable[[torch.Tensor], None], expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``run(out)`` writes what is expected, in three orders, and nothing beside it."""
+    (m, n), dtype = expected.shape, expected.dtype
+    turn = integer_weights_many._turn_kernel
+    for seed in range(3):
+        with monkeypatch.context() as patch:
+            machine = WarpsMachine(
+                patch,
+                [integer_weights_many, integer_weights_few],
+                {"w_desc", "s_ptr", "z_ptr"},
+                seed,
+            )
+            patch.setattr(integer_weights_many, "_turn_kernel", turn)
+            patch.setattr(integer_weights_few, "bind", machine.bind)
+            patch.setattr(integer_weights_many, "bind", _without_pdl)
+            for name, value in _stand_ins(dtype).items():
+                patch.setattr(integer_weights_many, name, value)
+            out = torch.full((m, n + 3), 7.0, dtype=dtype)[:, :n]
+            run(out)
+        assert torch.equal(out, expected), seed
+        assert bool((out._base[:, n:] == 7.0).all())
