@@ -59,7 +59,7 @@ class PackedMatrix:
     """[N, K]: weight[n, k] = code[n, k] * scale[n, k // group], 8 or 4 bits a code."""
 
     packed: torch.Tensor  # int32 [N, ceil(K bits / 32)], as model.compressed.pack has it
-    scale: torch.Tensor  # fp32 [N, K / group]
+    scale: torch.Tensor  # [N, K / group], fp32 or the activations' dtype
     bits: int
     columns: int  # K
 

@@ -52,7 +52,20 @@ def read_matrix(
         codes = torch.cat([_codes(one, scheme, k) for one in found])
         return Int8Matrix(codes.to(device), scale.view(-1), scheme.quantized_activations)
     packed = torch.cat([one["weight_packed"] for one in found])
+    if scheme.bits == 4:
+        scale = _in_dtype(scale, dtype)
     return PackedMatrix(packed.to(device), scale, scheme.bits, k)
+
+
+def _in_dtype(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Scales in the activations' dtype where nothing of them is lost, as they mostly come.
+
+    With such ones ``w4a16_gemm`` has a faster body for many rows. In bf16 that wants them below
+    2^11 and not below 2^-110.
+    """
+    kept = scale.to(dtype)
+    same = torch.equal(kept.float(), scale)
+    return kept if same and scale.max() < 2.0**11 and scale.min() >= 2.0**-110 else scale
 
 
 def read_experts(

@@ -28,6 +28,7 @@ own cache and with a static one, whose step it compiles. They take turns, round 
 examples:
   python -m bench model                                  all shapes that fit this device
   python -m bench model --shape qwen3-8b --batch 1,64 --kv-cache int8 --json now.json
+  python -m bench model --shape qwen3-8b --weights w4a16
   python -m bench model --shape qwen3-0.6b --peer transformers --plot roof.png --profile step.png
   python -m bench model --model PATH                     a checkpoint instead of random weights
 """
@@ -39,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
     options.check(args, args.plot, args.profile)
     if args.model and args.shape:
         raise UsageError("bench: --model must stand without --shape, got both")
+    if args.weights and args.peer:
+        raise UsageError("bench: --peer takes weights of 16 bits, got --weights too")
     least = 4 if args.profile else 2
     if args.output < least:
         raise UsageError(

@@ -19,12 +19,20 @@ import torch
 
 from bench import report, roofline, rows, run
 from bench.model import profile
-from bench.model.shapes import PUBLISHED, SHAPES, config_of, parameters, random_model
+from bench.model.shapes import (
+    PUBLISHED,
+    SHAPES,
+    config_of,
+    parameters,
+    quantised,
+    random_model,
+)
 from bench.rows import UsageError
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.config import ModelConfig
 from model.generate import add_kv_options
 from model.kv_quant import KVQuantization, choose
+from model.quantize_plan import SCHEMES
 from model.qwen3 import Model
 from model.runner import choose_dtype
 from model.weights import load_model
@@ -37,6 +45,7 @@ SCHEMA = 1
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, metavar="PATH", help="a checkpoint instead of random weights")
+    add("--weights", choices=SCHEMES, help="random ones, as model.quantize has them")
     add_kv_options(parser)
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: float32 on a CPU")
     add_run_options(parser, rounds=3)
@@ -57,6 +66,10 @@ def check(args: argparse.Namespace, *pictures: Path | None) -> None:
         raise UsageError(
             "bench: TKERNELS_DEVICE must name a device that can launch kernels, got compile-only "
             f"{device.current().arch}"
+        )
+    if getattr(args, "weights", None) and args.model:
+        raise UsageError(
+            "bench: --weights must stand without --model, whose weights it has, got both"
         )
     if args.seed < 0:
         raise UsageError(f"bench: --seed must be 0 or more, got {args.seed}")
@@ -115,10 +128,14 @@ def target(name: str, args: argparse.Namespace, kernels: str) -> Target:
     with as_usage():
         checkpoint = open_checkpoint(args.model) if args.model else None
         config = config_of(name) if checkpoint is None else checkpoint.config
+        if args.weights:
+            config = quantised(config, args.weights)
         usual = "float32" if device.tensor_device().type == "cpu" else "bfloat16"
         dtype = choose_dtype(args.dtype, usual, kernels, config)
         quantization = choose(args.kv_cache, args.kv_scales, args.kv_tau, config)
-    shown = name if checkpoint is None else checkpoint.path.name
+    shown = name + (f"-{args.weights}" if args.weights else "")
+    if checkpoint is not None:
+        shown = checkpoint.path.name
     return Target(shown, config, getattr(torch, dtype), quantization, checkpoint)
 
 

@@ -9,13 +9,17 @@ the share of that in its time is what this benchmark calls "of roof".
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from model import compressed
+from model.compressed import Scheme
 from model.config import ModelConfig, from_hf
+from model.quantize_plan import describe_plan, make_plan
 from model.qwen3 import Model
 from model.sources import Source
 from model.weights import load_model, stored_tensors
@@ -68,20 +72,56 @@ def parameters(config: ModelConfig) -> int:
     return sum(math.prod(shape) for _, shape in stored_tensors(config))
 
 
+def quantised(config: ModelConfig, scheme: str) -> ModelConfig:
+    """The network with its layers as ``python -m model.quantize --scheme`` writes them."""
+    described = describe_plan(make_plan(config, scheme, ()))
+    return dataclasses.replace(config, quantization=compressed.parse(described))
+
+
+def scheme_of(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Scheme | None:
+    """How a stored tensor is quantised: matrices of linear layers and experts may be."""
+    if config.quantization is None or len(shape) != 2 or "embed_tokens" in name:
+        return None
+    return config.quantization.scheme_of(name.removesuffix(".weight"))
+
+
 def random_model(
     config: ModelConfig, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Model:
     """A network of random weights, made on the device in its dtype, tensor by tensor.
 
     Matrices have a standard deviation of 0.02, that of the published networks before training;
-    norms are 1. Of memory it takes its own, and one tensor (of one expert) more.
+    norms are 1. Of quantised layers all codes are equally likely, and scales the same. Of memory it
+    takes its own, and one tensor (of one expert) more.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
-    shapes = dict(stored_tensors(config))
+    shapes: dict[str, tuple[int, ...]] = {}
+    quantised: dict[str, Scheme] = {}  # by name of a tensor that a quantised layer has
+    for name, shape in stored_tensors(config):
+        scheme = scheme_of(config, name, shape)
+        if scheme is None:
+            shapes[name] = shape
+            continue
+        layer = name.removesuffix(".weight")
+        for part, size in scheme.tensors(layer, (shape[0], shape[1])).items():
+            shapes[f"{layer}.{part}"], quantised[f"{layer}.{part}"] = size, scheme
 
     def read(name: str) -> torch.Tensor:
-        new = torch.empty(shapes[name], dtype=dtype, device=device)
-        return new.fill_(1) if new.dim() == 1 else new.normal_(0, 0.02, generator=generator)
+        size = shapes[name]
+        if name not in quantised:
+            new = torch.empty(size, dtype=dtype, device=device)
+            return new.fill_(1) if len(size) == 1 else new.normal_(0, 0.02, generator=generator)
+        scheme = quantised[name]
+        part = name.rpartition(".")[2]
+        if part == "weight_scale":
+            # Codes that are spread evenly have a deviation of their range over 12^0.5.
+            return torch.full(size, 0.02 * 12**0.5 / 2**scheme.bits, dtype=dtype, device=device)
+        if part == "weight_shape":
+            n, packed = shapes[name.replace("weight_shape", "weight_packed")]
+            return torch.tensor([n, packed * 32 // scheme.bits])
+        kind = torch.int8 if part == "weight" else torch.int32
+        low, end = torch.iinfo(kind).min, torch.iinfo(kind).max + 1
+        return torch.randint(low, end, size, generator=generator, dtype=kind, device=device)
 
     return load_model(config, Source(Path("random"), shapes, read), dtype=dtype, device=device)
 
