@@ -10,7 +10,9 @@ import dataclasses
 from typing import Any
 
 from autotune.model_facts import ModelFacts
+from tkernels.device import Device
 from tkernels.moe import chunk_of
+from tkernels.skinny_linear_rows import takes_product
 
 # Prompt tokens that the runner (model.generate) computes at once.
 PREFILL_CHUNK = 2048
@@ -52,13 +54,13 @@ def steps(batch: int, context: int, chunk: int = PREFILL_CHUNK) -> list[Step]:
 
 
 def launches(
-    facts: ModelFacts, batch: int, context: int, chunk: int = PREFILL_CHUNK
+    facts: ModelFacts, batch: int, context: int, chunk: int = PREFILL_CHUNK, *, dev: Device
 ) -> list[tuple[str, dict[str, Any]]]:
-    """(kernel, arguments of its spec's ``shape``) of ``steps``."""
-    return [one for step in steps(batch, context, chunk) for one in _layer(facts, step)]
+    """(kernel, arguments of its spec's ``shape``) of ``steps`` on such a device."""
+    return [one for step in steps(batch, context, chunk) for one in _layer(facts, step, dev)]
 
 
-def _layer(facts: ModelFacts, step: Step) -> list[tuple[str, dict[str, Any]]]:
+def _layer(facts: ModelFacts, step: Step, dev: Device) -> list[tuple[str, dict[str, Any]]]:
     """And the norm and the projection behind the last layer."""
     heads = {"num_heads": facts.num_heads, "num_kv_heads": facts.num_kv_heads}
     size = {"head_dim": facts.head_dim, "dtype": facts.dtype}
@@ -80,16 +82,30 @@ def _layer(facts: ModelFacts, step: Step) -> list[tuple[str, dict[str, Any]]]:
         ("rms_norm", rows),
         *placed,
         *attended,
-        *(_few_rows(facts, step) if step.tokens <= FEW_ROWS else _many_rows(facts, step)),
+        *(_few_rows(facts, step) if step.tokens <= FEW_ROWS else _many_rows(facts, step, dev)),
         *([_product(step.logits, facts.vocab_size, facts)] if step.logits == 1 else []),
         *_experts(facts, step),
     ]
 
 
-def _many_rows(facts: ModelFacts, step: Step) -> list[tuple[str, dict[str, Any]]]:
-    """Norms and activations of their own, beside products that PyTorch makes."""
-    rows = {"tokens": step.tokens, "hidden": facts.hidden_size, "dtype": facts.dtype}
+def _many_rows(facts: ModelFacts, step: Step, dev: Device) -> list[tuple[str, dict[str, Any]]]:
+    """Norms and activations of their own, beside products, PyTorch's or those of a body."""
+    tokens, hidden = step.tokens, facts.hidden_size
+    rows = {"tokens": tokens, "hidden": hidden, "dtype": facts.dtype}
+    heads = facts.num_heads + 2 * facts.num_kv_heads
+    products = [
+        (tokens, heads * facts.head_dim, hidden),
+        (tokens, hidden, facts.num_heads * facts.head_dim),
+    ]
+    for n, width in facts.mlps:
+        products += [(n * tokens, 2 * width, hidden), (n * tokens, hidden, width)]
+    products.append((step.logits, facts.vocab_size, hidden))
     return [
+        *(
+            _product(m, n, facts, k)
+            for m, n, k in products
+            if m > FEW_ROWS and takes_product(m, n, k, facts.dtype, dev)
+        ),
         ("fused_add_rms_norm", rows),
         *(
             ("silu_and_mul", {"tokens": n * step.tokens, "intermediate": i, "dtype": facts.dtype})

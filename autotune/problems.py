@@ -238,8 +238,10 @@ def model_tasks(
             f"autotune: --batch times --context must be at most {_MOST_TOKENS}, got {most}"
         )
     shapes: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
+    here = device.current()
+    dev = here if here.arch == arch else device.offline_facts(arch)
     for pair in pairs:
-        for kernel, values in launches(facts, *pair, chunk):
+        for kernel, values in launches(facts, *pair, chunk, dev=dev):
             shapes.setdefault(kernel, {})[tuple(values.items())] = values
     tasks = []
     for spec in specs:

@@ -21,6 +21,7 @@ from model.block_matrix import Matrix
 from model.config import ModelConfig
 from model.kv_cache import AttnMetadata, KVCache, SdpaIndices
 from model.quantized_matrix import Int8Experts, Weight, multiplies_codes, product
+from tkernels import skinny_linear_rows
 from tkernels.kv_format import QuantizedKV, read_positions
 
 Tensor = torch.Tensor
@@ -49,7 +50,7 @@ class Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, ops: Any) -> Tensor:
-        if self._has_kernel(x, ops):
+        if self._has_kernel(x, ops) or self._has_body(x, ops):
             y: Tensor = ops.skinny_linear(x, self.weight, bias=self.bias)
             return y
         return product(x, self.weight, ops, self.bias)
@@ -111,10 +112,20 @@ class Linear:
 
     def _has_kernel(self, x: Tensor, ops: Any) -> bool:
         """Few rows of plain weights, where ``ops`` are the kernels and not their references."""
-        if len(x) > FEW_ROWS or not isinstance(self.weight, Tensor):
-            return False
+        return len(x) <= FEW_ROWS and self._plain(ops) is not None
+
+    def _has_body(self, x: Tensor, ops: Any) -> bool:
+        """More rows, of which products alone are faster than PyTorch's."""
+        weight = self._plain(ops)
+        return weight is not None and skinny_linear_rows.takes(x, weight)
+
+    def _plain(self, ops: Any) -> Tensor | None:
+        """The weight, where ``skinny_linear`` itself is there to take it."""
+        if not isinstance(self.weight, Tensor):
+            return None
         kernels = getattr(ops, "skinny_linear", None) is tkernels.skinny_linear
-        return kernels and self.weight.stride(1) == 1  # on a CPU some are stored input-major
+        # On a CPU some are stored input-major.
+        return self.weight if kernels and self.weight.stride(1) == 1 else None
 
 
 def normed_sum(

@@ -31,6 +31,7 @@ from model.runner import Runner
 from model.sources import open_gguf
 from model.threads import cpu_threads, prompt_threads
 from model.weights import load_model
+from tkernels import skinny_linear_rows
 
 TOLERANCE = 1e-4  # max abs difference of fp32 logits
 
@@ -196,13 +197,15 @@ def test_steps_refuse_wrong_sequences() -> None:
         runner.prefill([SequenceState([1] * 257)])
 
 
-@pytest.mark.parametrize("few_rows", [0, 2])
+@pytest.mark.parametrize(("few_rows", "bodies"), [(0, False), (2, False), (0, True)])
 @pytest.mark.parametrize("family", ["qwen3", "llama-bias"])
 def test_kernels_equal_references(
-    family: str, few_rows: int, dev: torch.device, monkeypatch: pytest.MonkeyPatch
+    family: str, few_rows: int, bodies: bool, dev: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same runner on ``tkernels`` and on its references; few rows take kernels of their own."""
+    """The same runner on ``tkernels`` and on its references; few rows take kernels of their own, and
+    several products may."""
     monkeypatch.setattr(qwen3, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(skinny_linear_rows, "takes", lambda x, weight: bodies)
     called: list[str] = []
     for name in ("skinny_linear", "rms_norm", "fused_add_rms_norm", "silu_and_mul"):
         kernel = getattr(tkernels, name)
@@ -227,7 +230,10 @@ def test_kernels_equal_references(
         results.append(torch.cat(rows))
         if ops is tkernels:
             layers = len(model.layers)
-            apart = ["fused_add_rms_norm", "silu_and_mul", "fused_add_rms_norm"] * layers
+            product = ["skinny_linear"] * bodies
+            add = ["fused_add_rms_norm"]
+            layer = [*product, *product, *add, *product, "silu_and_mul", *product, *add]
+            apart = [*layer * layers, *product]
             fused = ["skinny_linear"] * 4 * layers + ["rms_norm", "skinny_linear"]
             assert called == (fused if few_rows else ["rms_norm", *apart])
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=TOLERANCE)

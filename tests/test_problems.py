@@ -51,8 +51,11 @@ SKINNY = [  # (tokens, outputs, inputs) of skinny_linear
     *((1, n, k) for n, k in ((6144, 2560), (2560, 4096), (9728, 2560), (2560, 9728))),
     (1, 4096, 12288),
     *((m, n, k) for m in (1, 4, 16) for n, k in ((4096, 4096), (6144, 4096), (12288, 4096))),
+    *((4, 1024, 3072), (4, 2560, 9728), (16, 6144, 1024), (16, 1024, 3072), (16, 19456, 2560)),
+    *((16, 2560, 9728), (64, 19456, 2560), (64, 2560, 9728)),
 ]
 MORE = {
+    "": "",
     "added-": ",residual=true",
     "normed-": ",normed=true",
     "gated-": ",silu_and_mul=true,normed=true",
@@ -442,7 +445,7 @@ def test_each_kind_of_attention_and_mlp_is_tuned() -> None:
             "layer_types": ["sliding_attention", "full_attention"],
         }
     )
-    found = launches(facts, batch=4, context=2048)
+    found = launches(facts, batch=4, context=2048, dev=device.current())
     decode = [shape for kernel, shape in found if kernel == "paged_attn"]
     assert [shape["window"] for shape in decode] == [0, 128]
     mlps = [shape for kernel, shape in found if kernel == "silu_and_mul"]
@@ -530,7 +533,11 @@ def test_experts_are_those_that_fused_moe_has() -> None:
         assert (facts.experts, facts.mlps) == ((128, 8, 768), ())
         for mixed in ({"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}):
             assert facts_of({**CONFIG, **experts, named: 128, **mixed}).mlps == ((1, 12288),)
-    found = [one for one in launches(facts, batch=4, context=64) if one[0].startswith("moe")]
+    found = [
+        one
+        for one in launches(facts, batch=4, context=64, dev=device.current())
+        if one[0].startswith("moe")
+    ]
     sizes = {"experts": 128, "top_k": 8}
     dtype = {"dtype": torch.bfloat16}
     layer = {"hidden": 4096, "intermediate": 768, **dtype}

@@ -63,7 +63,7 @@ else:
 CHUNK = gl.constexpr(64)  # columns of x that a product takes
 AHEAD = gl.constexpr(1)  # stages of weights asked for ahead of the wait for earlier kernels
 MOST_TILES = 6  # of a program
-_MOST_BYTES = 176 * 1024  # of weights of 8 bits and x in flight: see ``default_config``
+MOST_BYTES = 176 * 1024  # of weights of 8 bits and x in flight: see ``default_config``
 IN_TURN = (1, 2, 3, 4, 6, 8, 16, 32)  # programs of a core, one after the other
 
 # fmt: off
@@ -148,6 +148,19 @@ def _scales_of(
 
 
 @gluon.jit
+def _operands(x, EVERY: gl.constexpr, right: gl.constexpr):
+    """Right operands of x [W, R, C]: of every EVERY-th column, one for each number in an int16."""
+    if EVERY == 4:
+        xs = _every_fourth(x, right)
+    elif EVERY == 2:
+        xs = _every_second(x, right)
+    else:
+        whole = gl.convert_layout(gl.permute(x, [0, 2, 1]), right, assert_trivial=True)
+        xs = gl.tuple([whole])
+    return xs
+
+
+@gluon.jit
 def _products(
     codes, less, xs, parts, EVERY: gl.constexpr, J: gl.constexpr, CHUNKS: gl.constexpr,
     P: gl.constexpr, GROUPS: gl.constexpr, TILE: gl.constexpr, T: gl.constexpr,
@@ -155,7 +168,9 @@ def _products(
 ):
     """``parts`` of each tile, and the products with chunk J, which is of group P."""
     half = _pieces(codes[TILE], CHUNKS)[J]
-    if EVERY == 2:
+    if EVERY == 1:
+        done = gl.tuple([ampere.mma_v2(half.to(DTYPE, bitcast=True), xs[0], parts[TILE])])
+    elif EVERY == 2:
         w0, w1 = _numbers_of_bytes(half, DTYPE)
         done = gl.tuple([ampere.mma_v2(w1, xs[1], ampere.mma_v2(w0, xs[0], parts[TILE]))])
     else:
@@ -296,6 +311,7 @@ def _integer_weights_core_kernel(
     WN: gl.constexpr = W // SLICES  # warps that have outputs of their own
     STEP: gl.constexpr = SLICES * K
     EVERY: gl.constexpr = 16 // BITS  # weights in an int16
+    SCALED: gl.constexpr = BITS < 16
     LINE: gl.constexpr = 8 * EVERY  # in 16 bytes
     CHUNKS: gl.constexpr = K // CHUNK  # of a step and slice
     GROUPS: gl.constexpr = K // GROUP if (GROUP > 0 and GROUP < K) else 1
@@ -364,9 +380,11 @@ def _integer_weights_core_kernel(
     QV: gl.constexpr = QD if QD < 8 else 8
     QL: gl.constexpr = QD // QV if QD < 64 else 8
     places: gl.constexpr = gl.BlockedLayout([QV, 1], [QL, 32 // QL], [1, W], [0, 1])
-    scales = _of_tiles(
-        s_ptr, stride_s, tile0, split, n_cols, n_inner, 0.0, T, QD, GROUP, GROUPS, S, K * ALIKE, N,
-        SLICES // ALIKE, EVEN_K, places)
+    scales = gl.tuple([split])
+    if SCALED:
+        scales = _of_tiles(
+            s_ptr, stride_s, tile0, split, n_cols, n_inner, 0.0, T, QD, GROUP, GROUPS, S, K * ALIKE,
+            N, SLICES // ALIKE, EVEN_K, places)
     zeros = scales
     if HAS_ZERO:
         zeros = _of_tiles(
@@ -383,14 +401,17 @@ def _integer_weights_core_kernel(
             _fetch_x(x_s, x_step, n_m * 0 + ahead, row_ok, x_columns, k_left, STAGES, STEP, EVEN_K)
         _commit()
     OF_TILE: gl.constexpr = Q // SLICES
-    s_s = gl.allocate_shared_memory(s_ptr.dtype.element_ty, [T * OF_TILE, SLICES, N], plain)
-    s_all = _as(s_s, s_ptr.dtype.element_ty, [T, Q, N], plain)
+    s_s = x_s
+    if SCALED:
+        s_s = gl.allocate_shared_memory(s_ptr.dtype.element_ty, [T * OF_TILE, SLICES, N], plain)
+        s_all = _as(s_s, s_ptr.dtype.element_ty, [T, Q, N], plain)
     z_s = s_s
     if HAS_ZERO:
         z_s = gl.allocate_shared_memory(DTYPE, [T * OF_TILE, SLICES, N], plain)
         z_all = _as(z_s, DTYPE, [T, Q, N], plain)
     for tile in gl.static_range(T):
-        s_all.index(tile).store(_repeated(scales[tile], ALIKE))
+        if SCALED:
+            s_all.index(tile).store(_repeated(scales[tile], ALIKE))
         if HAS_ZERO:
             z_all.index(tile).store(_repeated(_less(zeros[tile], DTYPE), ALIKE))
 
@@ -401,7 +422,9 @@ def _integer_weights_core_kernel(
     _wait(STAGES - 1)
     codes = _codes_of(w_s, 0, 0, T, SLICES, left)
     x = _x_of(x_s, 0, 0, CHUNKS, eights)
-    scale = _scales_of(s_s, 0, 0, T * GROUPS, GROUPS, OF_TILE, of_sums)
+    scale = gl.tuple([split])
+    if SCALED:
+        scale = _scales_of(s_s, 0, 0, T * GROUPS, GROUPS, OF_TILE, of_sums)
     less = scale
     if HAS_ZERO:
         less = _scales_of(z_s, 0, 0, T * GROUPS, GROUPS, OF_TILE, of_left)
@@ -416,14 +439,16 @@ def _integer_weights_core_kernel(
                 of_next = gl.minimum(f + 1, S - 1) * GROUPS
             next_codes = _codes_of(w_s, (f + 1) % STAGES, 0, T, SLICES, left)
             next_x = _x_of(x_s, (f + 1) % STAGES, 0, CHUNKS, eights)
-            next_scale = _scales_of(s_s, of_next, 0, T * GROUPS, GROUPS, OF_TILE, of_sums)
+            next_scale = scale
+            if SCALED:
+                next_scale = _scales_of(s_s, of_next, 0, T * GROUPS, GROUPS, OF_TILE, of_sums)
             next_less = next_scale
             if HAS_ZERO:
                 next_less = _scales_of(z_s, of_next, 0, T * GROUPS, GROUPS, OF_TILE, of_left)
             for p in gl.static_range(GROUPS):
                 parts = _times(nothing, T) if GROUP > 0 else acc
                 for j in gl.static_range(p * A_GROUP, p * A_GROUP + A_GROUP):
-                    xs = _every_second(x[j], right) if EVERY == 2 else _every_fourth(x[j], right)
+                    xs = _operands(x[j], EVERY, right)
                     parts = _products(
                         codes, less, xs, parts, EVERY, j, CHUNKS, p, GROUPS, 0, T, DTYPE, HAS_ZERO,
                         left)
@@ -444,7 +469,7 @@ def _integer_weights_core_kernel(
             x = next_x
             scale = next_scale
             less = next_less
-    if GROUP == 0:
+    if GROUP == 0 and SCALED:
         acc = _scaled(_times(nothing, T), acc, scale, 0, GROUPS, 0, T)
 
     # Results lie so that lanes store neighbours; sums come there from where the products left them.
@@ -456,7 +481,7 @@ def _integer_weights_core_kernel(
     sums_s = gl.allocate_shared_memory(gl.float32, [T, SLICES, N, R], spread)
     for tile in gl.static_range(T):
         y = acc[tile]
-        if gl.float16 != DTYPE:
+        if gl.float16 != DTYPE and SCALED:
             y = y * PARTS_OF_ONE
         sums_s.index(tile).store(y)
     for tile in gl.static_range(T):
@@ -589,7 +614,7 @@ def _default_config(facts: tuple[tuple[str, Any], ...], dev: Device, bits: int) 
 
 def _with_stages(config: Config, problem: Problem, dev: Device, bits: int) -> Config:
     """As many of those that it has as fit; of 8 bits fewer, as more of them only delay x."""
-    stages, most = config["num_stages"], dev.local_mem_bytes if bits == 4 else _MOST_BYTES
+    stages, most = config["num_stages"], dev.local_mem_bytes if bits == 4 else MOST_BYTES
     while stages > 2:
         if shared_bytes({**config, "num_stages": stages}, problem, dev, bits) <= most:
             break
@@ -691,7 +716,15 @@ def bound(
         maxnreg=few.most_registers(warps, 1),
         **({"launch_pdl": True} if config["PDL"] else {}),
     )
-    numbers = (strides[0] // 8, strides[1] // (4 if bits == 4 else 16), *strides[2:], n, k, m, n_m)
+    numbers = (
+        strides[0] // 8,
+        strides[1] // {4: 4, 8: 16, 16: 8}[bits],
+        *strides[2:],
+        n,
+        k,
+        m,
+        n_m,
+    )
     return lambda *tensors: start(*tensors, *numbers)
 
 

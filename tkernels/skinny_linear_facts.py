@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tkernels import skinny_linear_hopper
+from tkernels import masked_gemm_stream, skinny_linear_hopper, skinny_linear_rows
 from tkernels.config import why_no_launch
 from tkernels.device import Device, cdiv, next_power_of_2
 from tkernels.ops.paged_attn import _has_pdl
@@ -89,11 +89,14 @@ def linear_cost(problem: Problem) -> Cost:
 
 # ---- configs ----------------------------------------------------------------------------------
 
-FIELDS = ("m", "n", "k", "dtype", "gated", "normed", "aligned")
+FIELDS = ("m", "n", "k", "dtype", "gated", "normed", "residual", "aligned")
 
 
 def linear_tuning_key(problem: Problem) -> dict[str, Any]:
-    """Rows up to 1, 8, 16, 32, ... 1024; the weight by its exact size."""
+    """Rows up to 1, 8, 16, 32, ... 1024; the weight by its exact size.
+
+    A residual makes a difference to several rows: not all bodies for these add one.
+    """
     p = problem
     rows = 1 if p["m"] == 1 else min(max(8, next_power_of_2(p["m"])), 1024)
     return {
@@ -102,6 +105,7 @@ def linear_tuning_key(problem: Problem) -> dict[str, Any]:
         "k": p["k"],
         "gated": p["gated"],
         "normed": p["normed"],
+        **({"residual": p["residual"]} if rows > 1 else {}),
         "aligned": p["aligned"],
         "itemsize": p["dtype"].itemsize,
     }
@@ -119,14 +123,17 @@ def linear_space(dev: Device) -> dict[str, list[Any]]:
     if dev.is_npu:
         return {**space, "programs_per_core": [1]}
     if dev.arch == "sm90":
-        space["variant"] = ["vector", "dot", "hopper"]
+        space["variant"] = ["vector", "dot", "hopper", "core", "stream"]
+        space["programs_per_core"] = [0, 1, 2, 3, 4, 6, 8]
+        space["BLOCK_N"] = sorted({*space["BLOCK_N"], *masked_gemm_stream.PARTS})
     return {
         **space,
+        "SPLIT_K": [1, 2, 3, 4, 6, 8] if dev.arch == "sm90" else [1],
         "SWAP": [False, True],
         "AHEAD": [False, True],
         "PDL": [False, True] if _has_pdl(dev) else [False],
         "num_warps": [1, 2, 4, 8],
-        "num_stages": [1, 2, 3, 4, 5, 6, 8],
+        "num_stages": list(range(1, 13)) if dev.arch == "sm90" else [1, 2, 3, 4, 5, 6, 8],
     }
 
 
@@ -136,6 +143,8 @@ def linear_default(problem: Problem, dev: Device) -> Config:
     Where they are, the registers of all cores hold all the weights.
     """
     p = problem
+    if (rows := skinny_linear_rows.default_config(p, dev)) is not None:
+        return rows
     fits = p["m"] == 1 and skinny_linear_hopper.why_unfit(p, dev) is None
     if not fits:
         return portable_config(p, dev)
@@ -162,7 +171,7 @@ def portable_config(problem: Problem, dev: Device) -> Config:
         block_n = max(16, min(64, outputs))
         dot = {"BLOCK_M": 16, "BLOCK_N": block_n, "BLOCK_K": min(columns, 128)}
         return {**dot, "variant": "dot", "programs_per_core": 1}
-    pdl = {"PDL": _has_pdl(dev), "programs_per_core": 0}
+    pdl = {"PDL": _has_pdl(dev), "programs_per_core": 0, "SPLIT_K": 1}
     if p["m"] == 1:
         # A warp reads 16 bytes a lane of a row of weights. Programs are small, so that all the
         # cores have some and the first loads of many are on their way while others multiply.
@@ -195,7 +204,8 @@ def _shared_bytes(config: Config, problem: Problem) -> int:
 
 def linear_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     """Reason why a config cannot run on ``dev``, or None."""
-    if why := why_no_launch(config, dev, "BLOCK_M", "BLOCK_N", "BLOCK_K"):
+    others = () if config["variant"] == "stream" else ("BLOCK_N",)  # whose tiles may be of 96
+    if why := why_no_launch(config, dev, "BLOCK_M", *others, "BLOCK_K"):
         return why
     m, n, k = (config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     size, halves = problem["dtype"].itemsize, 2 if problem["gated"] else 1
@@ -203,8 +213,14 @@ def linear_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if config["variant"] == "hopper":
         unfit = skinny_linear_hopper.why_unfit(problem, dev)
         return unfit or skinny_linear_hopper.why_illegal(config, problem, dev)
+    if config["variant"] in ("core", "stream"):
+        unfit = skinny_linear_rows.why_unfit(config["variant"], problem, dev)
+        return unfit or skinny_linear_rows.why_illegal(config, problem, dev)
     if config["variant"] not in ("vector", "dot"):
-        return f"variant must be vector, dot or hopper, got {config['variant']!r}"
+        names = "vector, dot, hopper, core or stream"
+        return f"variant must be {names}, got {config['variant']!r}"
+    if config.get("SPLIT_K", 1) != 1:
+        return f"SPLIT_K is for variants core and stream, got {config['SPLIT_K']}"
     if dot == (m == 1):
         return f"variant vector has BLOCK_M=1 and dot more, got {config['variant']} and {m}"
     if dev.is_npu:

@@ -37,6 +37,7 @@ FIXED: Config = {
     "BLOCK_M": 1,
     "SWAP": False,
     "AHEAD": False,
+    "SPLIT_K": 1,
     "programs_per_core": 0,
 }
 

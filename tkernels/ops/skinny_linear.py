@@ -19,6 +19,8 @@ more of the weights, see ``skinny_linear_hopper``.
 
 With a norm, "vector" scales at the end: sum(w * x * g) / rms(x) needs x once. So does "hopper",
 which rounds x * g to x's dtype. "dot" rounds h, as separate kernels do, and goes over x twice.
+
+Of 2 to 64 rows "core" and "stream" (``skinny_linear_rows``) are products alone, for Hopper.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 
 import torch
 
-from tkernels import device, rows, skinny_linear_hopper
+from tkernels import device, rows, skinny_linear_hopper, skinny_linear_rows
 from tkernels.check import (
     FLOAT_DTYPES,
     check_dtype,
@@ -443,15 +445,26 @@ def _plan(
     }
     strides = tuple(t.stride(0) for t in (x, weight, residual, out))
     aligned = skinny_linear_hopper.fits(k, strides)
-    key = (m, n, k, x.dtype, gated, facts["HAS_NORM"], aligned)
+    key = (m, n, k, x.dtype, gated, facts["HAS_NORM"], facts["HAS_RESIDUAL"], aligned)
     cfg, max_programs = resolve(SPEC, key, config)
-    if cfg["variant"] != "hopper":
+    if cfg["variant"] in ("vector", "dot"):
         return _bind((m, n, k), facts, strides, eps, cfg, max_programs)
     dev = device.current()
     other = portable_config(dict(zip(FIELDS, key, strict=True)), dev)
     del other["programs_per_core"]
     portable = _bind((m, n, k), facts, strides, eps, other, dev.max_programs)
-    return _by_address(_bind_hopper((m, n, k), facts, strides, eps, cfg), portable)
+    if cfg["variant"] == "hopper":
+        return _by_address(_bind_hopper((m, n, k), facts, strides, eps, cfg), portable)
+    if not skinny_linear_rows.is_aligned(k, strides[0], strides[1]):
+        return portable  # one row for all
+    of = strides[0], strides[1], strides[3]
+    of_rows = skinny_linear_rows.bound((m, n, k), facts["HAS_BIAS"], of, cfg, max_programs)
+
+    def described(*tensors: torch.Tensor) -> None:
+        x, _, weight, bias, _, out = tensors
+        of_rows(x, weight, bias, out)
+
+    return _by_address(described, portable)
 
 
 def _bind(
@@ -464,6 +477,7 @@ def _bind(
 ) -> _Run:
     m, n, k = sizes
     cfg = {"PDL": False, "SWAP": False, "AHEAD": False, **config}  # Ascend has none of these
+    cfg.pop("SPLIT_K", None)
     n_m, n_n = cdiv(m, cfg["BLOCK_M"]), cdiv(n, cfg["BLOCK_N"])
     n_tiles = n_m * n_n
     if n_tiles > 2**31 - 2**16:
@@ -575,6 +589,14 @@ SPEC = register(
             Case("added-4x4096x4096-bf16", _P(4, 4096, 4096, residual=True), _BENCH),
             Case("gated-4x12288x4096-bf16", _P(4, 12288, 4096, normed=True, gated=True), _BENCH),
             Case("added-16x4096x4096-bf16", _P(16, 4096, 4096, residual=True), _BENCH),
+            *(
+                Case(f"{m}x{n}x{k}-bf16", _P(m, n, k), _BENCH)
+                for m, n, k in (
+                    (4, 1024, 3072), (4, 2560, 9728), (16, 6144, 1024), (16, 1024, 3072),
+                    (16, 19456, 2560), (16, 2560, 9728), (16, 4096, 4096), (64, 19456, 2560),
+                    (64, 2560, 9728),
+                )
+            ),
         ),
         tuning_key=linear_tuning_key,
         space=linear_space,
