@@ -202,8 +202,8 @@ def test_steps_refuse_wrong_sequences() -> None:
 def test_kernels_equal_references(
     family: str, few_rows: int, bodies: bool, dev: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same runner on ``tkernels`` and on its references; few rows take kernels of their own, and
-    several products may."""
+    """The same runner on ``tkernels`` and on its references; few rows take kernels of their own,
+    and several products may."""
     monkeypatch.setattr(qwen3, "FEW_ROWS", few_rows)
     monkeypatch.setattr(skinny_linear_rows, "takes", lambda x, weight: bodies)
     called: list[str] = []
