@@ -34,6 +34,37 @@ print(json.dumps(found))
 """
 
 
+# Of each kernel what its cases launch that its hash does not lead to.
+UNHASHED = """
+import json
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from autotune.fingerprint import reached
+from tkernels import offline
+from tkernels.registry import all_kernels
+
+missed, seen = {}, 0
+for spec in all_kernels().values():
+    names = set(reached(spec))
+    for case in spec.cases:
+        with FakeTensorMode(), offline.record_launches() as launches:
+            spec.launch(**spec.make_inputs(case.problem, torch.device("cpu")))
+        for launch in launches:
+            name = f"{launch.fn.fn.__module__}.{launch.fn.__name__}"
+            seen += 1
+            if name not in names:
+                missed.setdefault(spec.name, {})[name] = case.name
+print(json.dumps([seen, missed]))
+"""
+
+
+def test_hashes_lead_to_all_that_is_launched() -> None:
+    """Or tuned entries would outlive a change of what they were measured on."""
+    seen, missed = json.loads(lines_of(UNHASHED)[-1])
+    assert seen > 300
+    assert missed == {}
+
+
 # What bodies put away between tiles, outside the loop over keys or columns, and what pays.
 SPILLS = {
     "paged_attn/chunk-2048-ctx8192-32/8x128-bf16": 160,

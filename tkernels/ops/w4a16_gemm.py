@@ -583,10 +583,12 @@ def _plan(
     every = device.current().max_programs  # the limit that is given is the other body's
     portable = _bind_portable((m, n, k), facts, strides, element, other, every)
     wide = cfg["variant"] == "wide"
-    body = w4a16_gemm_wide if wide else w4a16_gemm_core
-    if not body.fits((strides[0] if m > 1 else 0, *strides[1:])):
+    # Spelt out, so that a kernel's hash leads there.
+    fits = w4a16_gemm_wide.fits if wide else w4a16_gemm_core.fits
+    bound = w4a16_gemm_wide.bound if wide else w4a16_gemm_core.bound
+    if not fits((strides[0] if m > 1 else 0, *strides[1:])):
         return portable
-    chosen = _bind_hopper(body.bound, (m, n, k), facts, strides, cfg, max_programs)
+    chosen = _bind_hopper(bound, (m, n, k), facts, strides, cfg, max_programs)
     addressable = not device.current().compile_only
 
     def by_address(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> None:
