@@ -65,10 +65,11 @@ def check_providers(
     """Raise if a wanted provider is neither built in nor a peer of any chosen kernel here."""
     if wanted is None or set(wanted) <= set(providers.BUILT_IN):
         return
-    first = {spec.name: (spec, case) for spec, case in reversed(chosen)}
     peers: set[str] = set()
     missing: set[str] = set()
-    for spec, case in first.values():
+    for spec, case in chosen:  # cases of a kernel may have peers of their own
+        if set(wanted) <= peers | set(providers.BUILT_IN):
+            return
         missing |= set(providers.missing_peers(spec))
         if spec.providers is not None:
             peers |= set(spec.providers(spec.make_inputs(case.problem, device.tensor_device())))

@@ -826,7 +826,6 @@ def test_replies_are_the_same_on_the_device(kind: str) -> None:
 def test_a_step_allocates_nothing() -> None:
     runner = quantised(on_device(tiny("qwen3-heads-of-32").folder), tkernels)
     graphs = captured(runner, kinds=("narrowed",))
-    assert graphs.num_bytes >= 0
     sequences = started(runner)
     choice = choice_of(SAMPLINGS["narrowed"], [1, 2, 3, 4])
     counted = []
