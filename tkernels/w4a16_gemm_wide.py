@@ -14,6 +14,7 @@ MOST_ROWS = 2048  # for which it is the default: unpacked weights took 632 us of
 FIXED: Config = {**body.FIXED, "SLICES": 1}
 
 bound = functools.partial(body.bound, BITS)
+shared_bytes = functools.partial(body.shared_bytes, bits=BITS)
 
 
 def why_unfit(problem: Problem, dev: Device) -> str | None:
