@@ -72,6 +72,16 @@ def test_defaults_are_legal(k: int, normed: bool, gated: bool) -> None:
         assert config["num_stages"] >= 1
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rows_that_no_shared_memory_holds_have_another_default(normed: bool, gated: bool) -> None:
+    for n, k in ((1, 131072), (4096, 66560), (4096, 1 << 20)):
+        problem = linear_problem(1, n, k, gated=gated, normed=normed)
+        config = SPEC.default_config(problem, SM90)
+        assert config["variant"] != "hopper"
+        assert SPEC.why_illegal(config, problem, SM90) is None
+
+
 # In a process of its own: here Triton is an interpreter, there it must compile.
 CHILD = """
 import dataclasses, json, sys

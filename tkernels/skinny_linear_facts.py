@@ -149,6 +149,8 @@ def linear_default(problem: Problem, dev: Device) -> Config:
     if not fits:
         return portable_config(p, dev)
     chosen = skinny_linear_hopper.default_config(p, dev)
+    if skinny_linear_hopper.why_illegal(chosen, p, dev):  # all of x would be in shared memory
+        return portable_config(p, dev)
     if p["n"] <= 8 * dev.num_cores and not p["normed"] and 1024 < p["k"] <= 4096:
         few = {"variant": "vector", "BLOCK_N": 4, "BLOCK_K": 2048, "num_warps": 8, "num_stages": 1}
         return {**chosen, **few}
