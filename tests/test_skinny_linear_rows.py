@@ -159,6 +159,17 @@ def test_which_products_it_takes() -> None:
         assert skinny_linear_rows.is_aligned(64, *strides) is fit
 
 
+def test_prompts_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have any number of rows; a decode step's have few, and are asked for again and again."""
+    asked: list[int] = []
+    monkeypatch.setattr(skinny_linear_rows, "_takes", lambda m, *_: asked.append(m) or True)
+    weight = torch.empty(64, 64, dtype=BF16)
+    for m in (2, 64, 65, 4096):
+        taken = skinny_linear_rows.takes(torch.empty(m, 64, dtype=BF16), weight)
+        assert taken is (m <= 64)
+    assert asked == [2, 64]
+
+
 def test_expanded_rows_go_to_no_tensor_map(dev: torch.device) -> None:
     inputs = linear_inputs(linear_problem(5, 32, 64), dev)
     for name in ("x", "weight"):

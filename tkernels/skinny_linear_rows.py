@@ -33,7 +33,10 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
     On an H200 those took 0.50 to 0.98 of cuBLAS' time (CONTRIBUTING, "Measured facts").
     """
-    return _takes(len(x), weight.shape[0], weight.shape[1], x.dtype, x.stride(0), weight.stride(0))
+    # Prompts have any number of rows: each would take a place that a decode step's could have.
+    return len(x) <= MOST_ROWS["stream"] and _takes(
+        len(x), weight.shape[0], weight.shape[1], x.dtype, x.stride(0), weight.stride(0)
+    )
 
 
 @functools.lru_cache(maxsize=4096)
