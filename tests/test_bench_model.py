@@ -20,6 +20,8 @@ from bench.model.decode import Sample
 from bench.roofline import Roof
 from model import graph
 from model.engine import GREEDY, Engine
+from model.quantize_plan import SCHEMES
+from model.quantized_matrix import Int8Experts, Int8Matrix, PackedMatrix
 from model.qwen3 import Model
 from model.runner import Runner
 from model.threads import cpu_threads
@@ -92,6 +94,32 @@ def test_random_weights() -> None:
     assert float(weight.std()) == pytest.approx(0.02, rel=0.1)
     assert torch.equal(weight, again.layers[0].qkv_proj.weight)
     assert not torch.equal(weight, other.layers[0].qkv_proj.weight)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_random_quantised_weights(name: str, scheme: str) -> None:
+    """As ``model.quantize`` has them, and of the deviation that matrices of 16 bits have."""
+    config = shapes.quantised(shapes.config_of(name), scheme)
+    model, again = (
+        shapes.random_model(config, seed=0, dtype=torch.bfloat16, device=CPU) for _ in range(2)
+    )
+    weight, other = (m.layers[0].qkv_proj.weight for m in (model, again))
+    if scheme == "w4a16":
+        assert isinstance(weight, PackedMatrix)
+        assert isinstance(other, PackedMatrix)
+        assert torch.equal(weight.packed, other.packed)
+        values = weight.values(torch.float32)
+    else:
+        assert isinstance(weight, Int8Matrix)
+        assert weight.quantized_activations == (scheme == "w8a8")
+        values = weight.codes * weight.scale[:, None]
+    assert values.shape == (128, 48)
+    assert float(values.std()) == pytest.approx(0.02, rel=0.1)
+    experts = model.layers[0].experts
+    if experts is not None:  # those stay in 16 bits beside 4-bit attention
+        assert isinstance(experts.gate_up_proj, Int8Experts) == (scheme != "w4a16")
+    assert model.bytes_per_step < tiny(name).bytes_per_step / 2
 
 
 # ---- figures by hand ---------------------------------------------------------------------------
@@ -270,6 +298,16 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @cpu_defaults
+def test_command_with_quantised_weights(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    more = ["--rounds", "1", "--shape", "tiny", "--weights", "w4a16", "--json", str(out)]
+    assert main([*SMALL, "--batch", "1", *more]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["shape"] == "tiny-w4a16"
+    assert row["step_bytes"] < 0.6 * WEIGHT_BYTES  # the table of embeddings stays as it is
+
+
+@cpu_defaults
 def test_command_with_kernels_and_a_quantised_cache(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     small = ["model", "--batch", "1", "--input", "2", "--output", "2", "--rounds", "1"]
@@ -360,6 +398,11 @@ def test_what_does_not_fit_is_left_out(
         ("model --kv-cache int8_fp4", "needs a model whose head_dim divides by 32, got 16"),
         ("model --model /nowhere", "/nowhere: expected a folder or a .gguf file"),
         ("model --model /nowhere --shape tiny", "--model must stand without --shape, got both"),
+        ("model --weights w4a16 --model /nowhere", "--weights must stand without --model, whose"),
+        (
+            "model --weights w8a8 --peer transformers",
+            "--peer takes weights of 16 bits, got --weights",
+        ),
         ("model --seed -1", "--seed must be 0 or more, got -1"),
         ("model --json /proc/none/rows.json", "/proc/none/rows.json must be a writable file"),
         ("engine --shape tiny,tiny-moe", "--shape must be one shape, got 'tiny,tiny-moe'"),

@@ -26,6 +26,7 @@ from model import (
     quantize,
     quantize_plan,
     quantize_write,
+    quantized_weights,
     smooth,
     weight_quality,
 )
@@ -380,6 +381,34 @@ def test_what_multiplies_packed_weights(
     expected = x.double() @ wide.double().t() + 1
     torch.testing.assert_close(y.double(), expected, rtol=0.02, atol=0.3)
     assert matrix.multiply(x, types.SimpleNamespace(), bias).shape == (3, 6)
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "kept"),
+    [
+        ([0.0078125, 0.00433349609375], BF16, BF16),
+        ([0.0078125, 0.00433349609375], FP16, FP16),
+        ([0.0078125, 0.0043], BF16, torch.float32),
+        ([1 + 2.0**-10], FP16, FP16),
+        ([1 + 2.0**-10], BF16, torch.float32),
+        ([2.0**-24], FP16, FP16),  # below what is normal in fp16, and still exact
+        ([2.0**-25], FP16, torch.float32),
+        ([70000.0], FP16, torch.float32),
+        ([2040.0, 2.0**-110], BF16, BF16),
+        ([2.0**11], BF16, torch.float32),
+        ([2.0**-111], BF16, torch.float32),
+        ([0.3], torch.float32, torch.float32),
+    ],
+)
+def test_dtype_of_packed_scales(values: list[float], dtype: torch.dtype, kept: torch.dtype) -> None:
+    """Of the activations, where each is one of theirs and none is beyond what kernels take."""
+    scale = torch.tensor(values)[:, None]
+    got = quantized_weights._in_dtype(scale, dtype)
+    assert got.dtype == kept
+    assert torch.equal(got.float(), scale)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
