@@ -119,6 +119,21 @@ def test_a_grid_below_zero_is_refused(spec: KernelSpec, dev: torch.device) -> No
             )
 
 
+@each_spec
+def test_sizes_and_parts_below_one_are_refused(spec: KernelSpec) -> None:
+    """Of no parts of K, say, a grid would have no programs; or something is divided by 0."""
+    dev = device.sm_facts(90)
+    for case in spec.cases:
+        default = spec.default_config(case.problem, dev)
+        for name, value in default.items():
+            least = min((v for v in spec.space(dev)[name] if type(v) is int), default=0)
+            if type(value) is not int or least < 1 or name == "programs_per_core":
+                continue
+            for below in (0, -1):
+                why = config.why_unusable(spec, {**default, name: below}, case.problem, dev)
+                assert why == f"{name} must be 1 or more, got {below}"
+
+
 def test_force_config_names_a_kernel() -> None:
     with (
         pytest.raises(ValueError, match=r"kernel must be one of .*, got 'rmsnorm'"),

@@ -248,9 +248,13 @@ def why_unusable(
             return f"{name} must be of type {' or '.join(kinds)}, got {value!r}"
         if dev.is_npu and name in ASCEND_OPTIONS and value not in space[name]:
             return f"{name} must be one of {space[name][1:]}, got {value!r}"
-    # A grid below zero is no error to a launch: nothing runs.
+    # A grid of none, or below zero, is no error to a launch: nothing runs.
     if config.get("programs_per_core", 0) < 0:
         return f"programs_per_core must be 0 or more, got {config['programs_per_core']}"
+    for name, value in config.items():
+        numbers = [v for v in space[name] if type(v) is int]
+        if name != "programs_per_core" and numbers and value < 1 <= min(numbers):
+            return f"{name} must be 1 or more, got {value}"
     return spec.why_illegal(config, problem, dev)
 
 
