@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tkernels
-from autotune import problems
+from autotune import model_launches, problems
 from autotune.command import Target, _fitting
 from autotune.model_facts import facts_of, read_facts
 from autotune.model_launches import Step, _experts, launches, steps
@@ -22,7 +22,7 @@ from model.config import ModelConfig, from_folder
 from model.kv_cache import SequenceState
 from model.qwen3 import Experts, Layer, Linear, Model
 from model.runner import PREFILL_CHUNK, Runner, split_prefill
-from tkernels import config, device
+from tkernels import config, device, skinny_linear_rows
 from tkernels.moe import chunk_of
 from tkernels.offline import replaced_run
 from tkernels.registry import Case, KernelSpec, Problem, all_kernels, get
@@ -368,6 +368,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
         yield found
 
 
+@pytest.mark.parametrize("bodies", [False, True])  # as on a device that has them, for 2 to 64 rows
 @pytest.mark.parametrize(
     ("family", "batch", "context", "chunk"),
     [
@@ -387,10 +388,14 @@ def test_what_a_model_launches_is_what_is_tuned(
     batch: int,
     context: int,
     chunk: int,
+    bodies: bool,
     launched: set[tuple[str, str]],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The keys that --model derives are those of a real prefill and decode step, no more."""
+    monkeypatch.setattr(skinny_linear_rows, "takes", lambda x, _: bodies and 2 <= len(x) <= 64)
+    monkeypatch.setattr(model_launches, "takes_product", lambda m, *_: bodies and 2 <= m <= 64)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config(family)))
     model = network(from_folder(tmp_path))
 
