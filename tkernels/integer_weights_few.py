@@ -1,10 +1,11 @@
-"""Products of few 16-bit rows and weights of 4 or 8 bits on Hopper (sm_90): ``variant`` "core".
+"""Products of few 16-bit rows and weights of 4, 8 or 16 bits on Hopper (sm_90): ``variant`` "core".
 
-Weights are what is read. A core holds one program, which has T tiles of BLOCK_N outputs at once and
-as much of K as there is, so that programs fill the chip (12288 outputs: 128 with three tiles of 32)
-and parts of K are left to add where outputs are too few. SLICES of its warps share the columns of a
-step, BLOCK_K each, side by side; the other warps have outputs of their own. Slices meet in shared
-memory at the end, each in its place, and are added in order.
+Weights are what is read; those of 16 bits are numbers as they are, without scales. A core holds one
+program, which has T tiles of BLOCK_N outputs at once and as much of K as there is, so that programs
+fill the chip (12288 outputs: 128 with three tiles of 32) and parts of K are left to add where
+outputs are too few. SLICES of its warps share the columns of a step, BLOCK_K each, side by side;
+the other warps have outputs of their own. Slices meet in shared memory at the end, each in its
+place, and are added in order.
 
 Weights and x of a step come by ``cp.async`` into a ring of stages, weights of the first one ahead
 of the wait for earlier kernels: of more stages they only delay x (with one 9.9 us, with two 10.1,
@@ -63,7 +64,7 @@ else:
 CHUNK = gl.constexpr(64)  # columns of x that a product takes
 AHEAD = gl.constexpr(1)  # stages of weights asked for ahead of the wait for earlier kernels
 MOST_TILES = 6  # of a program
-MOST_BYTES = 176 * 1024  # of weights of 8 bits and x in flight: see ``default_config``
+MOST_BYTES = 176 * 1024  # of weights of 8 or 16 bits and x in flight: see ``default_config``
 IN_TURN = (1, 2, 3, 4, 6, 8, 16, 32)  # programs of a core, one after the other
 
 # fmt: off
