@@ -354,7 +354,7 @@ def test_compiled_for_sm90() -> None:
             assert got["names"] == ["_integer_weights_core_kernel", *split]
             assert got["products"] == 0
             assert got["small"] > 0
-            core = masked_gemm_w8a16.with_slices(config)
+            core = integer_weights_few.with_slices(config)
             as_core = masked_gemm_w8a16._as_core(problem)
             used = integer_weights_few.shared_bytes(core, as_core, SM90, 8)
             assert 2 * got["shared_bytes"] > SM90.local_mem_bytes  # a core has one
@@ -390,7 +390,7 @@ def test_ways_are_legal() -> None:
         for way in WAYS.values():
             why = SPEC.why_illegal(way, of_8_bits(m, n, k), SM90)
             assert why is None, (m, n, k, way, why)
-            slices = masked_gemm_w8a16.with_slices(way)["SLICES"] if "core" in way.values() else 1
+            slices = integer_weights_few.with_slices(way)["SLICES"] if "core" in way.values() else 1
             step = way["BLOCK_K"] * slices
             assert k < 8000 or -(-k // (step * way["SPLIT_K"])) > way["num_stages"], (k, way)
 
@@ -442,7 +442,7 @@ def test_random_problems_are_many() -> None:
             tiles = -(-m // config["BLOCK_M"]) * -(-n // (16 * config["num_warps"]))
             several += tiles * config["SPLIT_K"] > SM90.num_cores
         else:
-            core = masked_gemm_w8a16.with_slices(config)
+            core = integer_weights_few.with_slices(config)
             refilled += integer_weights_few.steps_of(core, k) > config["num_stages"]
             programs = config["programs_per_core"] * SM90.num_cores
             tiles_of_one += integer_weights_few.tiles_of(core, m, n, programs) > 1

@@ -297,7 +297,7 @@ def test_random_problems_are_many() -> None:
         split += config["SPLIT_K"] > 1
         odd += k % 64 > 0 and problem["n"] % 64 > 0
         if config["variant"] == "core":
-            sliced = skinny_linear_rows._with_slices(config)
+            sliced = integer_weights_few.with_slices(config)
             refilled += integer_weights_few.steps_of(sliced, k) > config["num_stages"]
             several += skinny_linear_rows.core_tiles(config, problem, SM90) > 1
     assert min(refilled, several, odd) >= 4

@@ -537,6 +537,11 @@ def why_unfit(k: int, dev: Device) -> str | None:
     return None
 
 
+def with_slices(config: Config) -> Config:
+    """A config of an operation that has no SLICES, with them: a warp has 16 outputs of a tile."""
+    return {**config, "SLICES": max(1, config["num_warps"] * 16 // config["BLOCK_N"])}
+
+
 def steps_of(config: Config, k: int) -> int:
     """``S``: steps of a program."""
     return cdiv(cdiv(k, config["BLOCK_K"] * config["SLICES"]), int(config["SPLIT_K"]))

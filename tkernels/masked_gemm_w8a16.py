@@ -46,7 +46,7 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return wide.why_illegal(config, problem["k"], dev, BITS, FIXED)
     if wrong := [f"{name} {v}" for name, v in OTHERS.items() if config[name] != v]:
         return f"variant core has {', '.join(wrong)}"
-    return core.why_illegal(with_slices(config), _as_core(problem), dev, BITS)
+    return core.why_illegal(core.with_slices(config), _as_core(problem), dev, BITS)
 
 
 def default_config(problem: Problem, dev: Device) -> Config:
@@ -59,11 +59,6 @@ def default_config(problem: Problem, dev: Device) -> Config:
         if why_illegal(config, problem, dev) is None:
             return config
     return wide.default_config(sizes, dev, BITS, FIXED, 8)
-
-
-def with_slices(config: Config) -> Config:
-    """A config of "core" with SLICES: a warp has 16 outputs of a tile, or all."""
-    return {**config, "SLICES": max(1, config["num_warps"] * 16 // config["BLOCK_N"])}
 
 
 def _as_core(problem: Problem) -> dict[str, Any]:

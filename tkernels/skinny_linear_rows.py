@@ -54,7 +54,7 @@ def takes_product(m: int, n: int, k: int, dtype: torch.dtype, dev: Device) -> bo
 def is_aligned(k: int, *strides: int) -> bool:
     """Whether rows of x and weights, k columns each, start and end at multiples of 16 bytes; and a
     tensor map can express their strides, of which 0 is none."""
-    return not any(number % 8 or number == 0 for number in (k, *strides))
+    return not any(number % 8 or not 0 < number < 2**39 for number in (k, *strides))
 
 
 def why_unfit(variant: str, problem: Problem, dev: Device) -> str | None:
@@ -88,7 +88,7 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if not 1 <= config["SPLIT_K"] <= 64:
         return f"SPLIT_K must be 1 to 64, got {config['SPLIT_K']}"
     if variant == "core":
-        return core.why_illegal(_with_slices(config), _as_core(problem), dev, BITS)
+        return core.why_illegal(core.with_slices(config), _as_core(problem), dev, BITS)
     return stream.why_illegal(_as_stream(config), _as_masked(problem), dev)
 
 
@@ -123,7 +123,7 @@ def _core_ways(problem: Problem, dev: Device) -> Iterator[Config]:
             continue
         as_core = _as_core(problem)
         while way["num_stages"] > 2:
-            if core.shared_bytes(_with_slices(way), as_core, dev, BITS) <= core.MOST_BYTES:
+            if core.shared_bytes(core.with_slices(way), as_core, dev, BITS) <= core.MOST_BYTES:
                 break
             way["num_stages"] -= 1
         yield way
@@ -150,7 +150,7 @@ def _us(config: Config, problem: Problem, dev: Device) -> float:
     m, n, k = problem["m"], problem["n"], problem["k"]
     splits, block_n = config["SPLIT_K"], config["BLOCK_N"]
     if config["variant"] == "core":
-        step = config["BLOCK_K"] * _with_slices(config)["SLICES"]
+        step = config["BLOCK_K"] * core.with_slices(config)["SLICES"]
         outputs, rate = block_n * core_tiles(config, problem, dev), 41e3
         beside = config["BLOCK_M"] // 2  # of x, from L2
         shallow = config["num_stages"] < 3
@@ -178,7 +178,7 @@ def bound(
     if config["variant"] == "core":
         facts = {"GROUP": 0, "HAS_ZERO": False, "HAS_BIAS": has_bias}
         of = (strides[0], strides[1], 0, 0, strides[2])
-        few = core.bound(BITS, sizes, facts, of, _with_slices(config), programs)
+        few = core.bound(BITS, sizes, facts, of, core.with_slices(config), programs)
 
         def multiply(x: Any, w: Any, bias: Any, out: Any, part: Any) -> None:
             few(x, w, x, x, bias, out, part)  # no scales, no zero points
@@ -201,11 +201,6 @@ def bound(
             add(bias, out, part)
 
     return launch
-
-
-def _with_slices(config: Config) -> Config:
-    """A config of "core" with SLICES: a warp has 16 outputs of a tile."""
-    return {**config, "SLICES": max(1, config["num_warps"] * 16 // config["BLOCK_N"])}
 
 
 def _as_core(problem: Problem) -> dict[str, Any]:

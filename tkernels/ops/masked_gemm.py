@@ -483,7 +483,8 @@ def masked_gemm(
 
     Returns:
         [M, N] of x's dtype. Activations that are NaN or infinite spoil their own rows alone: those
-        that run low read NaN.
+        that run low read NaN. On Hopper, of more than 16 or 32 rows a call with ``high`` and int8
+        weights takes another copy of x.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
@@ -921,7 +922,7 @@ def _bind_w8a16(
     of = (strides[3], strides[0], 1, 0, strides[4])
     known = {"GROUP": 0, "HAS_ZERO": False, "HAS_BIAS": has_bias}
     bound = masked_gemm_w8a16.bound[config["variant"]]
-    cfg = masked_gemm_w8a16.with_slices(config)
+    cfg = integer_weights_few.with_slices(config)
     multiply = bound(sizes, known, of, cfg, max_programs)
     add = integer_weights_few.bound_adding(m, n, has_bias, strides[4], config)
 
