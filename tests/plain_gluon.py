@@ -82,7 +82,10 @@ class Pointer:
         other = other.long() if isinstance(other, torch.Tensor) else other
         return Pointer(self.tensor, self.early, self.offset + other)
 
-    def to(self, dtype: torch.dtype, bitcast: bool) -> Pointer:
+    def __getitem__(self, places: Any) -> Pointer:
+        return Pointer(self.tensor, self.early, self.offset[places])
+
+    def to(self, dtype: torch.dtype, bitcast: bool = True) -> Pointer:
         """To the same bytes; ``dtype`` is what ``pointer_type`` made of it."""
         assert bitcast
         assert isinstance(self.offset, int)

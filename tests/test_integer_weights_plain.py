@@ -1,5 +1,4 @@
-"""The body for many rows and weights of 4 or 8 bits as plain Python: its ring of stages, places and
-orders."""
+"""The bodies for weights of 4, 8 and 16 bits as plain Python: rings of stages, places, orders."""
 
 from __future__ import annotations
 
@@ -10,10 +9,13 @@ import pytest
 import torch
 
 import tkernels
+from tests.plain_copies import CopiesMachine
 from tests.plain_gluon import block
 from tests.plain_warps import WarpsMachine
 from tkernels import (
     device,
+    few_rows_hopper,
+    integer_decoding,
     integer_weights_few,
     integer_weights_many,
     masked_gemm_w8a16,
@@ -48,7 +50,7 @@ def _stand_ins(dtype: torch.dtype) -> dict[str, Any]:
 
     return {
         "_numbers": numbers,
-        "_less": lambda zeros, _: zeros.double() / -parts,
+        "_less": lambda zeros, _: block((zeros.double() / -parts).to(dtype)),
         "_scaled_numbers": scaled,
         "_scaled_steps": lambda halves, scale: tuple(
             ((q - 8) * scale.double() / 65536.0).to(dtype) for q in _codes(halves)
@@ -189,3 +191,90 @@ def as_plain_python(
             run(out)
         assert torch.equal(out, expected), seed
         assert bool((out._base[:, n:] == 7.0).all())
+
+
+# ---- the body for few rows ---------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not device.is_there(integer_weights_few.gl), reason="this triton has no Gluon")
+@pytest.mark.parametrize(
+    ("bits", "sizes", "group", "changed", "dtype", "zero", "bias"),
+    [
+        (4, (5, 70, 640), 128, {}, BF16, False, True),
+        (4, (13, 100, 1184), 0, {"SPLIT_K": 2, "num_stages": 3}, FP16, True, False),
+        (4, (17, 33, 1536), 64, {"BLOCK_M": 16, "BLOCK_K": 128, "programs": 4}, BF16, True, True),
+        (4, (3, 200, 1024), 512, {"programs": 3, "SLICES": 8, "BLOCK_K": 64}, FP16, False, False),
+        (4, (8, 40, 1024), 512, {"programs": 2}, BF16, False, False),  # slices of one group
+        (8, (5, 70, 656), 0, {}, BF16, False, True),  # ends within a step
+        (8, (13, 100, 1200), 0, {"SPLIT_K": 3, "programs": 6}, FP16, False, False),
+        (8, (17, 33, 1552), 0, {"BLOCK_M": 16, "BLOCK_K": 128, "PDL": False}, BF16, False, True),
+        (8, (1, 1, 16), 0, {"num_stages": 5}, FP16, False, True),
+        (16, (5, 70, 656), 0, {}, BF16, False, True),
+        (16, (13, 100, 1200), 0, {"SPLIT_K": 3, "programs": 6}, FP16, False, False),
+        (
+            16,
+            (17, 33, 1552),
+            0,
+            {"BLOCK_M": 16, "BLOCK_K": 128, "num_stages": 3},
+            BF16,
+            False,
+            True,
+        ),
+        (16, (2, 1, 16), 0, {"num_stages": 5, "PDL": False}, FP16, False, False),
+    ],
+)
+def test_few_rows_as_plain_python(
+    bits: int,
+    sizes: tuple[int, int, int],
+    group: int,
+    changed: Config,
+    dtype: torch.dtype,
+    zero: bool,
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rings of stages, tiles of a program, slices of a step, scales in their order, parts of K."""
+    m, n, k = sizes
+    config = {
+        "variant": "core", "BLOCK_M": 8, "BLOCK_N": 16, "BLOCK_K": 64, "SPLIT_K": 1, "SLICES": 4,
+        "programs_per_core": 1, "PDL": True, "num_warps": 4, "num_stages": 2, **changed,
+    }  # fmt: skip
+    programs = config.pop("programs", 132)
+    generator = torch.Generator().manual_seed(1)
+    x = beside_others(torch.randint(-2, 3, (m, k), generator=generator).to(dtype))
+    offset = torch.randint(-9, 10, (n,), generator=generator).to(dtype) if bias else None
+    facts = {"GROUP": group, "HAS_ZERO": zero, "HAS_BIAS": bias}
+    scale, zeros = x, None
+    if bits == 4:
+        inputs = w4_inputs(w4_problem(m, n, k, dtype, group=group or k, zero=zero), x.device)
+        weight, zeros = beside_others(inputs["weight"]), inputs.get("weight_zero")
+        powers = torch.randint(-3, 1, inputs["weight_scale"].shape, generator=generator)
+        scale = beside_others(torch.exp2(powers.float()).to(dtype))
+        expected = tkernels.reference.w4a16_gemm(x, weight, scale, weight_zero=zeros, bias=offset)
+    elif bits == 8:
+        weight = beside_others(torch.randint(-128, 128, (n, k), generator=generator).to(torch.int8))
+        scale = torch.exp2(torch.randint(-9, 1, (n,), generator=generator).float())
+        expected = tkernels.reference.masked_gemm(x, weight, scale, bias=offset, high=True)
+    else:
+        weight = beside_others(torch.randint(-3, 4, (n, k), generator=generator).to(dtype))
+        expected = tkernels.reference.skinny_linear(x, weight, bias=offset)
+    modules = [integer_weights_few, few_rows_hopper, integer_decoding]
+    machine = CopiesMachine(monkeypatch, modules, {"w_ptr", "s_ptr", "z_ptr"})
+    monkeypatch.setattr(integer_weights_few, "bind", machine.bind)
+    for name, value in _stand_ins(dtype).items():
+        if hasattr(integer_weights_few, name):
+            monkeypatch.setattr(integer_weights_few, name, value)
+    out = torch.full((m, n + 3), 7.0, dtype=dtype)[:, :n]
+    of_scale = 1 if bits == 8 else scale.stride(0)
+    strides = (x.stride(0), weight.stride(0), of_scale, 0 if zeros is None else zeros.stride(0))
+    run = integer_weights_few.bound(bits, sizes, facts, (*strides, out.stride(0)), config, programs)
+    add = integer_weights_few.bound_adding(m, n, bias, out.stride(0), config)
+    splits = config["SPLIT_K"]
+    part = torch.full((splits * m * n,), torch.nan) if splits > 1 else out
+    given = scale if offset is None else offset
+    run(x, weight, scale, scale if zeros is None else zeros, given, out, part)
+    machine.ended()
+    if add is not None:
+        add(given, out, part)
+    assert torch.equal(out, expected)
+    assert bool((out._base[:, n:] == 7.0).all())
