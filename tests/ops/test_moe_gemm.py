@@ -561,3 +561,15 @@ def test_more_terms_than_int32_holds_are_refused(dev: torch.device) -> None:
     x = torch.zeros(1, 1, dtype=HALF, device=dev).expand(T, 2**17)
     with pytest.raises(ValueError, match=r"^moe_gemm: x must have shape .* K < 131072"):
         tkernels.moe_gemm(**{**inputs, "x": x})
+
+
+def test_rows_that_are_one_row_go_to_no_tensor_map(dev: torch.device) -> None:
+    """An expanded x: 0 is no stride that a tensor map can express."""
+    inputs, tma = inputs_of(dev), config_of(problem_of(), variant="tma")
+    if tma["variant"] != "tma":
+        pytest.skip("this device has no tensor maps")
+    assert_close(run(**inputs, config=tma), tkernels.reference.moe_gemm(**inputs), what="moe_gemm")
+    inputs["x"] = inputs["x"][:1].expand(T, K)
+    with pytest.raises(ValueError, match="rows that divide by 16 bytes"):
+        run(**inputs, config=tma)
+    assert_close(run(**inputs), tkernels.reference.moe_gemm(**inputs), what="moe_gemm")

@@ -513,7 +513,9 @@ def _plan(
     path = "masked" if "mask" in given else "int8" if int8 and not high else "high"
     x_q = given.get("x_q")
     read = [weight, *([x] if path != "int8" else []), *([] if x_q is None else [x_q])]
-    aligned = all(t.stride(-2) * t.element_size() % 16 == 0 for t in read) and k % 16 == 0
+    # Rows that start at multiples of 16 bytes, not all at one: a tensor map can express no other.
+    steps = [t.stride(-2) * t.element_size() for t in read]
+    aligned = k % 16 == 0 and all(step % 16 == 0 and step > 0 for step in steps)
     values = (r, e, n, k, x.dtype, path, int8, silu_and_mul, top_k, aligned)
     cfg, max_programs = resolve(SPEC, values, config)
     facts = {
