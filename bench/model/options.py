@@ -67,7 +67,7 @@ def check(args: argparse.Namespace, *pictures: Path | None) -> None:
             "bench: TKERNELS_DEVICE must name a device that can launch kernels, got compile-only "
             f"{device.current().arch}"
         )
-    if getattr(args, "weights", None) and args.model:
+    if getattr(args, "model", None) and args.weights:
         raise UsageError(
             "bench: --weights must stand without --model, whose weights it has, got both"
         )
