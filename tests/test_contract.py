@@ -421,3 +421,23 @@ WITH_EPS = [s for s in SPECS if "eps" in inspect.signature(s.launch).parameters]
 def test_eps_must_be_positive(spec: KernelSpec, eps: Any, dev: torch.device) -> None:
     message = refusal(spec, {**inputs_of(spec, dev), "eps": eps})
     assert re.match(rf"{spec.name}: eps must be a number > 0, got ", message)
+
+
+@pytest.mark.parametrize("name", ["masked_gemm", "moe_gemm", "skinny_linear", "w4a16_gemm"])
+def test_products_write_to_a_tensor_of_their_own(name: str, dev: torch.device) -> None:
+    """Programs with other outputs still read x."""
+    x = torch.randn(4, 64, dtype=torch.bfloat16, device=dev)
+    weight = torch.randn(64, 64, dtype=x.dtype, device=dev)
+    codes, scale = tkernels.reference.quantize_per_token(weight)
+    offsets = torch.tensor([0, 4], dtype=torch.int32, device=dev)
+    ids = torch.arange(4, dtype=torch.int32, device=dev)
+    arguments: dict[str, Any] = {
+        "masked_gemm": (x, codes, scale),
+        "moe_gemm": (x, weight[None], offsets, ids),
+        "skinny_linear": (x, weight),
+        "w4a16_gemm": (
+            x, torch.zeros(64, 8, dtype=torch.int32, device=dev), weight[:, :2].contiguous(),
+        ),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=rf"{name}: out must be a tensor of its own, .* got x"):
+        getattr(tkernels, name)(*arguments[name], out=x)

@@ -44,6 +44,10 @@ def test_readme_examples_run() -> None:
         ("tuple(y.shape)", "(64, 4096)"),
         ("tuple(out.shape), bool(out.isfinite().all())", "(2, 32, 128) True"),
         ("tuple(out.shape)", "(1, 32, 128)"),
+        (
+            "torch.equal(mixed[:2], w8a8[:2]), bool((mixed - w8a16)[2:4].abs().max() < 0.1)",
+            "True True",
+        ),
         ("tuple(y.shape)", "(5, 256)"),
         ("engine.counts.new_tokens > 4, engine.has_work()", "True False"),
     ]

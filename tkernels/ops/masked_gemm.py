@@ -57,6 +57,7 @@ from tkernels.check import (
     check_dtype,
     check_last_contiguous,
     check_no_overlap,
+    check_own,
     check_shape,
     check_tensor,
     describe,
@@ -495,6 +496,8 @@ def masked_gemm(
         if weight.dim() != 2:
             raise ValueError(f"{_OP}: weight must have shape [N, K], got {describe(weight)}")
         out = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
+    else:
+        check_own(_OP, "out", out, x=x)
     tensors: tuple[torch.Tensor, ...] = (x, weight, weight_scale, out)
     present = ""
     if x_q is not None:

@@ -35,6 +35,7 @@ from tkernels.check import (
     check_dtype,
     check_last_contiguous,
     check_no_overlap,
+    check_own,
     check_shape,
     check_tensor,
     describe,
@@ -450,6 +451,8 @@ def moe_gemm(
         if sorted_ids.dim() != 1:
             raise ValueError(f"{_OP}: sorted_ids must have shape [R], got {describe(sorted_ids)}")
         out = _empty_out(x, weight, expert_offsets, sorted_ids, silu_and_mul=silu_and_mul)
+    else:
+        check_own(_OP, "out", out, x=x)
     tensors: tuple[torch.Tensor, ...] = (x, weight, expert_offsets, sorted_ids, out)
     present = ""
     if weight_scale is not None:
