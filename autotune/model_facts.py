@@ -29,6 +29,7 @@ class ModelFacts:
     dtype: torch.dtype
     # (all, chosen by a token, width of one) where fused_moe has them
     experts: tuple[int, int, int] | None = None
+    quantised: bool = False  # its linear layers are not of 16 bits
 
 
 def read_facts(path: Path) -> ModelFacts:
@@ -94,6 +95,7 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         windows=_windows(config),
         dtype=_DTYPES[dtype],
         experts=_fused_experts(config),
+        quantised=config.get("quantization_config") is not None,
     )
 
 

@@ -82,24 +82,31 @@ def _layer(facts: ModelFacts, step: Step, dev: Device) -> list[tuple[str, dict[s
         ("rms_norm", rows),
         *placed,
         *attended,
-        *(_few_rows(facts, step) if step.tokens <= FEW_ROWS else _many_rows(facts, step, dev)),
+        *(
+            _few_rows(facts, step)
+            if step.tokens <= FEW_ROWS and not facts.quantised
+            else _many_rows(facts, step, dev)
+        ),
         *([_product(step.logits, facts.vocab_size, facts)] if step.logits == 1 else []),
         *_experts(facts, step),
     ]
 
 
 def _many_rows(facts: ModelFacts, step: Step, dev: Device) -> list[tuple[str, dict[str, Any]]]:
-    """Norms and activations of their own, beside products, PyTorch's or those of a body."""
+    """Norms and activations of their own, beside products, PyTorch's or those of a body.
+
+    Those of a quantised network are not derived; what makes codes in passing is not either.
+    """
     tokens, hidden = step.tokens, facts.hidden_size
     rows = {"tokens": tokens, "hidden": hidden, "dtype": facts.dtype}
     heads = facts.num_heads + 2 * facts.num_kv_heads
-    products = [
+    layers = [
         (tokens, heads * facts.head_dim, hidden),
         (tokens, hidden, facts.num_heads * facts.head_dim),
     ]
     for n, width in facts.mlps:
-        products += [(n * tokens, 2 * width, hidden), (n * tokens, hidden, width)]
-    products.append((step.logits, facts.vocab_size, hidden))
+        layers += [(n * tokens, 2 * width, hidden), (n * tokens, hidden, width)]
+    products = [*([] if facts.quantised else layers), (step.logits, facts.vocab_size, hidden)]
     return [
         *(
             _product(m, n, facts, k)

@@ -253,8 +253,9 @@ def model_tasks(
         tasks += found
     if not tasks:
         names = ", ".join(spec.name for spec in specs)
+        hint = " (its linear layers are quantised: --shape gives those)" if facts.quantised else ""
         raise ValueError(
             f"autotune: --model must launch the kernels that are asked for, got one that launches "
-            f"{', '.join(shapes)} and not {names}"
+            f"{', '.join(shapes)} and not {names}{hint}"
         )
     return tasks

@@ -531,6 +531,29 @@ def test_mlps_are_those_that_the_kernel_serves() -> None:
     assert facts_of({**CONFIG, "hidden_activation": "gelu_pytorch_tanh"}).mlps == ()
 
 
+def test_linear_layers_of_a_quantised_model_are_not_derived(tmp_path: Path) -> None:
+    quantised = {**CONFIG, "quantization_config": {"quant_method": "compressed-tensors"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    one, other = (facts_of(config) for config in (CONFIG, quantised))
+    for batch in (1, 4):
+        plain, found = (
+            {kernel for kernel, _ in launches(facts, batch, 64, dev=device.sm_facts(90))}
+            for facts in (one, other)
+        )
+        assert "skinny_linear" in plain
+        assert {"rms_norm", "fused_add_rms_norm", "silu_and_mul"} <= found
+    decoding = [
+        values
+        for kernel, values in launches(other, 4, 64, dev=device.sm_facts(90))
+        if kernel == "skinny_linear"
+    ]
+    assert all(values["outputs"] == other.vocab_size for values in decoding)
+    with pytest.raises(
+        ValueError, match=r"not w4a16_gemm \(its linear layers are quantised: --sha"
+    ):
+        problems.model_tasks([get("w4a16_gemm")], tmp_path, [1], [64], "sm90")
+
+
 def test_experts_are_those_that_fused_moe_has() -> None:
     experts = {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
     for named in ("num_experts", "num_local_experts"):
