@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import tkernels
+from tests import products
 from tests.compiled_for import lines_of
 from tests.moved_arguments import amid_others, at_addresses, kept_beside
 from tkernels import (
@@ -454,12 +455,7 @@ def test_random_problems_are_many() -> None:
 @needs_sm90
 @pytest.mark.parametrize("seed", range(12))
 def test_random_problems_and_configs(seed: int, dev: torch.device) -> None:
-    for problem, config in random_problems(seed, device.current()):
-        inputs = gemm_inputs(problem, dev)
-        try:
-            assert_right(SPEC, inputs, tensors_of(SPEC.launch(**inputs, config=config)))
-        except AssertionError as error:
-            raise AssertionError(f"{problem} with {config}: {error}") from None
+    products.are_right(SPEC, random_problems(seed, device.current()), dev)
 
 
 @gpu
@@ -537,31 +533,15 @@ def test_bad_activations_spoil_their_row_alone(
     way: Config, value: float, dev: torch.device
 ) -> None:
     inputs = gemm_inputs(of_8_bits(13, 1000, 8704), dev)
-    before = SPEC.launch(**inputs, config=way)
-    inputs["x"][5, 77] = value
-    got = SPEC.launch(**inputs, config=way)
-    others = [r for r in range(13) if r != 5]
-    assert not got[5].isfinite().any()
-    assert torch.equal(got[others], before[others])
+    products.spoils_its_row_alone(SPEC, inputs, way, value)
 
 
 @gpu
 @needs_sm90
 @each_way
 def test_the_same_bits_again(way: Config, dev: torch.device) -> None:
-    """Also by a captured graph, whose kernels follow one another at once."""
     inputs = gemm_inputs(of_8_bits(16, 1000, 6144, bias=True), dev)
-    first = SPEC.launch(**inputs, config=way)
-    out = torch.full_like(first, math.nan)
-    graph = device.new_graph()
-    with device.capture(graph):
-        for _ in range(20):
-            SPEC.launch(**inputs, config=way, out=out)
-    graph.replay()
-    assert torch.equal(first, out)
-    inputs["x"].copy_(inputs["x"].flip(0))
-    graph.replay()
-    assert torch.equal(first.flip(0), out)
+    products.has_the_same_bits_again(SPEC, inputs, way)
 
 
 @gpu

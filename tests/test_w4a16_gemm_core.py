@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import tkernels
+from tests import products
 from tests.compiled_for import lines_of
 from tests.moved_arguments import amid_others, at_addresses, kept_beside
 from tkernels import device, integer_decoding, integer_weights_few, w4a16_gemm_core
@@ -424,12 +425,7 @@ def test_random_problems_ask_for_stages_again() -> None:
 @needs_sm90
 @pytest.mark.parametrize("seed", range(12))
 def test_random_problems_and_configs(seed: int, dev: torch.device) -> None:
-    for problem, config in random_problems(seed, device.current()):
-        inputs = w4_inputs(problem, dev)
-        try:
-            assert_right(SPEC, inputs, tensors_of(SPEC.launch(**inputs, config=config)))
-        except AssertionError as error:
-            raise AssertionError(f"{problem} with {config}: {error}") from None
+    products.are_right(SPEC, random_problems(seed, device.current()), dev)
 
 
 @gpu

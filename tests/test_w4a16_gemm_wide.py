@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import tkernels
+from tests import products
 from tests.compiled_for import lines_of
 from tests.moved_arguments import amid_others, at_addresses, kept_beside
 from tkernels import device, integer_decoding, integer_weights_many, w4a16_gemm_wide
@@ -385,12 +386,7 @@ def test_random_problems_are_many() -> None:
 @needs_sm90
 @pytest.mark.parametrize("seed", range(12))
 def test_random_problems_and_configs(seed: int, dev: torch.device) -> None:
-    for problem, config in random_problems(seed, device.current()):
-        inputs = w4_inputs(problem, dev)
-        try:
-            assert_right(SPEC, inputs, tensors_of(SPEC.launch(**inputs, config=config)))
-        except AssertionError as error:
-            raise AssertionError(f"{problem} with {config}: {error}") from None
+    products.are_right(SPEC, random_problems(seed, device.current()), dev)
 
 
 @gpu
@@ -458,33 +454,15 @@ def test_bad_activations_spoil_their_row_alone(
     way: Config, value: float, dev: torch.device
 ) -> None:
     inputs = w4_inputs(w4_problem(70, 200, 1024), dev)
-    config = {**BASE, **way}
-    before = SPEC.launch(**inputs, config=config)
-    inputs["x"][5, 77] = value
-    got = SPEC.launch(**inputs, config=config)
-    others = [r for r in range(70) if r != 5]
-    assert not got[5].isfinite().any()
-    assert torch.equal(got[others], before[others])
+    products.spoils_its_row_alone(SPEC, inputs, {**BASE, **way}, value)
 
 
 @gpu
 @needs_sm90
 @each_way
 def test_the_same_bits_again(way: Config, dev: torch.device) -> None:
-    """Also by a captured graph, whose kernels follow one another at once."""
     inputs = w4_inputs(w4_problem(300, 5000, 2048, bias=True), dev)
-    config = {**BASE, **way}
-    first = SPEC.launch(**inputs, config=config)
-    out = torch.full_like(first, math.nan)
-    graph = device.new_graph()
-    with device.capture(graph):
-        for _ in range(20):
-            SPEC.launch(**inputs, config=config, out=out)
-    graph.replay()
-    assert torch.equal(first, out)
-    inputs["x"].copy_(inputs["x"].flip(0))
-    graph.replay()
-    assert torch.equal(first.flip(0), out)
+    products.has_the_same_bits_again(SPEC, inputs, {**BASE, **way})
 
 
 @gpu
