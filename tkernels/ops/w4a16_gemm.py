@@ -519,14 +519,16 @@ def w4a16_gemm(
         config: launch config; None looks it up.
 
     Returns:
-        [M, N] of x's dtype. Activations that are NaN or infinite spoil their own rows alone.
-        Products are of exact weights and sums fp32. But of many rows weights are rounded to x's
-        dtype first, as dequantised ones would be: on Hopper by default from 33 rows on (``variant``
-        "wide", of scales of x's dtype; in bf16 without zero points those have to be below 2048),
-        with another copy of x, and parts of sums in fp32 where there are few tiles; else, and above
-        2048 rows, from 65, 129 or 257 on, by the size of W, in a workspace of 128 MiB or of 256
-        outputs. There ("unpacked") the bias is rounded, too, and the product is PyTorch's, whose
-        settings hold for it.
+        [M, N] of x's dtype. Activations that are NaN or infinite spoil their own rows alone. What is
+        rounded, and which memory a call takes, depends on the rows:
+
+        few: products are of exact weights, sums fp32.
+        33 to 2048 on Hopper, scales of x's dtype (``variant`` "wide"): weights are rounded to x's
+            dtype first, as dequantised ones would be; in bf16 without zero points scales have to be
+            below 2048. Takes another copy of x, and parts of sums in fp32 where there are few tiles.
+        more, and elsewhere from 65, 129 or 257 on, by the size of W ("unpacked"): so are they, and
+            the bias; the product is PyTorch's, whose settings hold for it. Takes 128 MiB, or room
+            for 256 outputs.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
