@@ -519,13 +519,13 @@ def w4a16_gemm(
         config: launch config; None looks it up.
 
     Returns:
-        [M, N] of x's dtype. Activations that are NaN or infinite spoil their own rows alone. What is
-        rounded, and which memory a call takes, depends on the rows:
+        [M, N] of x's dtype. Activations that are NaN or infinite spoil their own rows alone. What
+        is rounded, and which memory a call takes, depends on the rows:
 
         few: products are of exact weights, sums fp32.
         33 to 2048 on Hopper, scales of x's dtype (``variant`` "wide"): weights are rounded to x's
             dtype first, as dequantised ones would be; in bf16 without zero points scales have to be
-            below 2048. Takes another copy of x, and parts of sums in fp32 where there are few tiles.
+            below 2048. Takes another copy of x, and parts of sums in fp32 where tiles are few.
         more, and elsewhere from 65, 129 or 257 on, by the size of W ("unpacked"): so are they, and
             the bias; the product is PyTorch's, whose settings hold for it. Takes 128 MiB, or room
             for 256 outputs.
