@@ -271,18 +271,23 @@ def _read(
     return Parts(tuple(read(Parameter((one,)), scheme) for one, scheme in pairs))
 
 
+def named_scheme(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Scheme | None:
+    """What the config says of a stored tensor; biases, norms and embeddings are left alone."""
+    if config.quantization is None or len(shape) != 2 or "embed_tokens" in name:
+        return None
+    return config.quantization.scheme_of(name.removesuffix(".weight"))
+
+
 def _scheme(
     config: ModelConfig, source: Source, name: str, shape: tuple[int, ...]
 ) -> Scheme | None:
-    """How a stored tensor is quantised; biases, norms and the embedding never are.
+    """How a stored tensor is quantised.
 
     Raises:
         ValueError: a router is quantised, or an expert in another way than ``fused_moe`` takes.
     """
-    if config.quantization is None or len(shape) != 2 or "embed_tokens" in name:
-        return None
     layer = name.removesuffix(".weight")
-    scheme = config.quantization.scheme_of(layer)
+    scheme = named_scheme(config, name, shape)
     router = layer.endswith(".mlp.gate")
     if scheme is None or not (router or ".mlp.experts." in layer):
         return scheme

@@ -170,37 +170,30 @@ def test_default_is_legal_on_every_card(m: int, n: int, k: int, cores: int) -> N
     assert all(value in space[name] for name, value in config.items()), config
 
 
-def calls(problem: Problem, config: Config, **changed: torch.Tensor) -> str:
-    """Which body such a call takes, whose arguments lie at multiples of 16 bytes but for some."""
+@pytest.fixture
+def took(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of a card that is there: the bodies that calls are sent to, instead of launches."""
+    monkeypatch.setattr(device, "current", lambda: dataclasses.replace(SM90, compile_only=False))
+    names: list[str] = []
+    monkeypatch.setattr(op, "_bind", lambda *_, **__: lambda *_: names.append("portable"))
+    bind = lambda *given: lambda *_: names.append(given[3]["variant"])  # noqa: E731
+    monkeypatch.setattr(op, "_bind_w8a16", bind)
+    return names
+
+
+def call(problem: Problem, config: Config | None, **changed: torch.Tensor) -> None:
+    """One whose arguments lie at multiples of 16 bytes, but for those that are given."""
     inputs = gemm_inputs(problem, torch.device("cpu"))
     given = {name: inputs[name] for name in ("x", "weight", "weight_scale")}
     given["out"] = torch.empty(problem["m"], problem["n"], dtype=problem["dtype"])
     given = dict(next(at_addresses(given))[1]) | changed
     run = op._plan(*given.values(), "", True, config=config)
     assert run is not None
-    result: str = run(*given.values(), *([None] * 6))
-    return result
-
-
-@pytest.fixture
-def bodies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a card that is there; what would be launched says which one it is."""
-    monkeypatch.setattr(device, "current", lambda: dataclasses.replace(SM90, compile_only=False))
-    monkeypatch.setattr(op, "_bind", lambda *_, **__: lambda *_: "portable")
-    monkeypatch.setattr(op, "_bind_w8a16", lambda *given: lambda *_: given[3]["variant"])
-
-    def by_address(described: Any, portable: Any, *, of: slice = slice(None)) -> Any:
-        def run(*tensors: Any) -> Any:
-            odd = any(t is not None and t.data_ptr() % 16 for t in tensors[of])
-            return (portable if odd else described)(*tensors)
-
-        return run
-
-    monkeypatch.setattr(op, "_by_address", by_address)
+    run(*given.values(), *([None] * 6))
 
 
 @each_body
-def test_odd_addresses_have_the_portable_body(base: Config, bodies: None) -> None:
+def test_odd_addresses_have_the_portable_body(base: Config, took: list[str]) -> None:
     """Weights are copied 16 bytes at a time, and by "core" x is; by "wide" it is copied before."""
     problem = of_8_bits(5, 40, 1024)
     inputs = gemm_inputs(problem, torch.device("cpu"))
@@ -208,26 +201,28 @@ def test_odd_addresses_have_the_portable_body(base: Config, bodies: None) -> Non
     given["out"] = torch.empty(5, 40, dtype=BF16)
     portable = ("x", "weight") if base["variant"] == "core" else ("weight",)
     for name, changed in at_addresses(given):
-        took = calls(problem, base, **changed)
-        assert took == ("portable" if name in portable else base["variant"]), name
+        call(problem, base, **changed)
+        assert took.pop() == ("portable" if name in portable else base["variant"]), name
 
 
-def test_strides_that_no_tensor_map_has(bodies: None) -> None:
+def test_strides_that_no_tensor_map_has(took: list[str]) -> None:
     """One row for all, and rows that start between multiples of 16 bytes, are not aligned."""
     problem = of_8_bits(5, 40, 1024)
     inputs = gemm_inputs(problem, torch.device("cpu"))
     weight, x = inputs["weight"], inputs["x"]
     wider = torch.zeros(40, 1056, dtype=torch.int8)
-    assert calls(problem, WIDE) == "wide"
-    assert calls(problem, WIDE, weight=wider[:, :1024]) == "wide"
+    for changed in ({}, {"weight": wider[:, :1024]}):
+        call(problem, WIDE, **changed)
+        assert took.pop() == "wide"
     for changed in (
         {"weight": weight[:1].expand(40, 1024)},
         {"weight": wider.as_strided((40, 1024), (1048, 1))},
         {"x": x[:1].expand(5, 1024)},
     ):
         with pytest.raises(ValueError, match="needs rows that divide by 16 bytes"):
-            calls(problem, WIDE, **changed)
-        assert calls(problem, None, **changed) == "portable"  # type: ignore[arg-type]
+            call(problem, WIDE, **changed)
+        call(problem, None, **changed)
+        assert took.pop() == "portable"
 
 
 @pytest.mark.parametrize("high_weight", [False, True])

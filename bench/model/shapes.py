@@ -22,7 +22,7 @@ from model.config import ModelConfig, from_hf
 from model.quantize_plan import describe_plan, make_plan
 from model.qwen3 import Model
 from model.sources import Source
-from model.weights import load_model, stored_tensors
+from model.weights import load_model, named_scheme, stored_tensors
 
 _QWEN3 = {
     "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "rms_norm_eps": 1e-6,
@@ -78,13 +78,6 @@ def quantised(config: ModelConfig, scheme: str) -> ModelConfig:
     return dataclasses.replace(config, quantization=compressed.parse(described))
 
 
-def scheme_of(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Scheme | None:
-    """How a stored tensor is quantised: matrices of linear layers and experts may be."""
-    if config.quantization is None or len(shape) != 2 or "embed_tokens" in name:
-        return None
-    return config.quantization.scheme_of(name.removesuffix(".weight"))
-
-
 def random_model(
     config: ModelConfig, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Model:
@@ -98,7 +91,7 @@ def random_model(
     shapes: dict[str, tuple[int, ...]] = {}
     quantised: dict[str, Scheme] = {}  # by name of a tensor that a quantised layer has
     for name, shape in stored_tensors(config):
-        scheme = scheme_of(config, name, shape)
+        scheme = named_scheme(config, name, shape)
         if scheme is None:
             shapes[name] = shape
             continue
