@@ -31,7 +31,8 @@ _FIXED: Config = {"SWAP": False, "AHEAD": False}
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether x [M, K] @ weight [N, K]^T has one of these bodies, for whom may have PyTorch's too.
 
-    On an H200 those took 0.42 to 0.98 of cuBLAS' time (CONTRIBUTING, "Measured facts").
+    On an H200 the best forms of those took 0.42 to 0.99 of cuBLAS' time (CONTRIBUTING, "Measured
+    facts").
     """
     # Prompts have any number of rows: each would take a place that a decode step's could have.
     return len(x) <= MOST_ROWS["stream"] and _takes(
