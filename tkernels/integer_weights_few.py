@@ -85,17 +85,22 @@ def _rings(
 
 @gluon.jit
 def _fetch_codes(
-    w_s, w_tile, f, stride, n, columns, n_left, k_left, EVERY: gl.constexpr, T: gl.constexpr,
-    STAGES: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr, EVEN_K: gl.constexpr,
-    EVEN_N: gl.constexpr,
+    w_s, w_tile, f, stride, n, columns, n_left, k_left, further, EVERY: gl.constexpr,
+    T: gl.constexpr, HERE: gl.constexpr, STAGES: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr,
+    EVEN_K: gl.constexpr, EVEN_N: gl.constexpr,
 ):
-    """Start to bring the weights of step f, whole rows of it at once."""
+    """Start to bring the weights of step f, whole rows of it at once.
+
+    HERE of the T tiles follow each other, the next ones ``further`` numbers on.
+    """
     for tile in gl.static_range(T):
-        at = w_tile + (tile * N * stride + f * (STEP // EVERY))
+        at = w_tile + (tile % HERE * N * stride + f * (STEP // EVERY))
+        if tile >= HERE:
+            at = at + tile // HERE * further
         if EVEN_K and EVEN_N:
             _load_async(w_s[tile].index(f % STAGES), at)
         else:
-            ok = (n < n_left - tile * N)[:, None]
+            ok = (n < n_left - tile % HERE * N)[:, None]
             if not EVEN_K:
                 ok = ok & (columns < k_left - f * STEP)  # 16 bytes or none
             _load_async(w_s[tile].index(f % STAGES), at, mask=ok)
@@ -294,20 +299,25 @@ def _put(
         gl.store(outs + n[:, None], y.to(out_ptr.dtype.element_ty), mask=there)
 
 
-@gluon.jit(do_not_specialize=["stride_w", "n_rows", "n_m"])
-def _integer_weights_core_kernel(
-    x_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, out_ptr, part_ptr,
-    stride_x, stride_w,  # in units of 16 bytes
-    stride_s, stride_z, stride_o, n_cols, n_inner, n_rows, n_m,
-    S: gl.constexpr,  # steps of a program, of K columns for each slice
-    T: gl.constexpr,  # tiles of a program
-    Q: gl.constexpr,  # scales of an output that a program takes, or more; a power of two
-    BITS: gl.constexpr,  # of a weight
-    GROUP: gl.constexpr,  # columns with one scale; 0: a row has one
-    HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN_K: gl.constexpr, EVEN_N: gl.constexpr,
-    PDL: gl.constexpr, R: gl.constexpr, N: gl.constexpr, K: gl.constexpr, SPLIT_K: gl.constexpr,
-    STAGES: gl.constexpr, SLICES: gl.constexpr, W: gl.constexpr,
+@gluon.jit
+def _sums_of_tiles(
+    x_ptr, w_ptr, s_ptr, z_ptr, ids_ptr,
+    stride_x,  # in units of 16 bytes
+    stride,  # of weights, int64 in units of 2 bytes
+    stride_s, stride_z, tile0, row0, end, split, n_cols, n_inner, n_sources,
+    S: gl.constexpr, T: gl.constexpr,
+    HERE: gl.constexpr,  # tiles that follow each other; T are those, or as many n_cols later
+    Q: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
+    EVEN_K: gl.constexpr, EVEN_N: gl.constexpr, PDL: gl.constexpr,
+    TOP_K: gl.constexpr,  # how many of ``ids_ptr`` a row of x serves; 0: rows are as they lie
+    R: gl.constexpr, N: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
+    W: gl.constexpr,
 ):
+    """fp32 [T, SLICES, N, R] in shared memory: what slices have of the products with T tiles.
+
+    ``w_ptr``, of 16-bit numbers: what is read first of tile0; ``s_ptr``, ``z_ptr``: of the matrix,
+    of which n_cols rows count; rows of x are those from row0 on that are before ``end``.
+    """
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     WN: gl.constexpr = W // SLICES  # warps that have outputs of their own
     STEP: gl.constexpr = SLICES * K
@@ -345,35 +355,30 @@ def _integer_weights_core_kernel(
     turned: gl.constexpr = gl.SwizzledSharedLayout(4 * NEXT, 1, 16 // NEXT, [2, 1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
-    if PDL:
-        _let_next_kernel_start()
-    split = gl.program_id(0) % SPLIT_K
-    place = gl.program_id(0) // SPLIT_K
-    row0 = place % n_m * R
-    tile0 = place // n_m * T
-    k_first = split * (S * STEP)
 
+    k_first = split * (S * STEP)
+    further = n_cols.to(gl.int64) * stride
     n = gl.arange(0, N, gl.SliceLayout(1, lines))
     h = gl.arange(0, STEP // EVERY, gl.SliceLayout(0, lines))[None, :]
-    stride = stride_w.to(gl.int64) * 8
-    w_tile = w_ptr.to(gl.pointer_type(gl.int16)) + (tile0 * N).to(gl.int64) * stride
-    w_tile = w_tile + k_first // EVERY
-    w_tile = w_tile + (n.to(gl.int64) * stride)[:, None] + h
+    w_tile = w_ptr + (n.to(gl.int64) * stride)[:, None] + h
     columns = h // 8 * LINE
     n_left = n_cols - tile0 * N
     k_left = n_inner - k_first
     w_s = _rings(T, STAGES, N, STEP // EVERY, codes_s)
     for ahead in gl.static_range(AHEAD):
         if ahead < S:
-            _fetch_codes(w_s, w_tile, n_m * 0 + ahead, stride, n, columns, n_left, k_left, EVERY,
-                         T, STAGES, N, STEP, EVEN_K, EVEN_N)
+            _fetch_codes(w_s, w_tile, row0 * 0 + ahead, stride, n, columns, n_left, k_left, further,
+                         EVERY, T, HERE, STAGES, N, STEP, EVEN_K, EVEN_N)
         _commit()
 
     slices = gl.arange(0, SLICES, gl.SliceLayout(1, gl.SliceLayout(2, lines_x)))[:, None, None] * K
     r = row0 + gl.arange(0, R, gl.SliceLayout(0, gl.SliceLayout(2, lines_x)))[None, :, None]
     c = gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, lines_x)))[None, None, :]
     x_columns = slices + c
-    row_ok = (r < n_rows) & (x_columns >= 0)
+    row_ok = (r < end) & (x_columns >= 0)
+    if TOP_K > 0:
+        r = gl.load(ids_ptr + r, mask=r < end, other=0)
+        r = gl.minimum(gl.maximum(r // TOP_K, 0), n_sources - 1)
     x_step = x_ptr + k_first + r.to(gl.int64) * stride_x * 8 + x_columns
     x_s = gl.allocate_shared_memory(DTYPE, [STAGES, SLICES, R, K], turned)
 
@@ -384,22 +389,30 @@ def _integer_weights_core_kernel(
     scales = gl.tuple([split])
     if SCALED:
         scales = _of_tiles(
-            s_ptr, stride_s, tile0, split, n_cols, n_inner, 0.0, T, QD, GROUP, GROUPS, S, K * ALIKE,
-            N, SLICES // ALIKE, EVEN_K, places)
+            s_ptr, stride_s, tile0, split, n_cols, n_inner, 0.0, HERE, QD, GROUP, GROUPS, S,
+            K * ALIKE, N, SLICES // ALIKE, EVEN_K, places)
+        if T > HERE:
+            scales = scales + _of_tiles(
+                s_ptr + n_cols.to(gl.int64) * stride_s, stride_s, tile0, split, n_cols, n_inner,
+                0.0, HERE, QD, GROUP, GROUPS, S, K * ALIKE, N, SLICES // ALIKE, EVEN_K, places)
     zeros = scales
     if HAS_ZERO:
         zeros = _of_tiles(
-            z_ptr, stride_z, tile0, split, n_cols, n_inner, 8, T, QD, GROUP, GROUPS, S, K * ALIKE,
-            N, SLICES // ALIKE, EVEN_K, places)
+            z_ptr, stride_z, tile0, split, n_cols, n_inner, 8, HERE, QD, GROUP, GROUPS, S,
+            K * ALIKE, N, SLICES // ALIKE, EVEN_K, places)
+        if T > HERE:
+            zeros = zeros + _of_tiles(
+                z_ptr + n_cols.to(gl.int64) * stride_z, stride_z, tile0, split, n_cols, n_inner,
+                8, HERE, QD, GROUP, GROUPS, S, K * ALIKE, N, SLICES // ALIKE, EVEN_K, places)
     if PDL:  # nothing above reads what an earlier kernel may write, or stores
         _wait_for_earlier_kernels()
 
     for ahead in gl.static_range(STAGES):
         if ahead < S:
             if ahead >= AHEAD:
-                _fetch_codes(w_s, w_tile, n_m * 0 + ahead, stride, n, columns, n_left, k_left,
-                             EVERY, T, STAGES, N, STEP, EVEN_K, EVEN_N)
-            _fetch_x(x_s, x_step, n_m * 0 + ahead, row_ok, x_columns, k_left, STAGES, STEP, EVEN_K)
+                _fetch_codes(w_s, w_tile, row0 * 0 + ahead, stride, n, columns, n_left, k_left,
+                             further, EVERY, T, HERE, STAGES, N, STEP, EVEN_K, EVEN_N)
+            _fetch_x(x_s, x_step, row0 * 0 + ahead, row_ok, x_columns, k_left, STAGES, STEP, EVEN_K)
         _commit()
     OF_TILE: gl.constexpr = Q // SLICES
     s_s = x_s
@@ -458,7 +471,7 @@ def _integer_weights_core_kernel(
                             if f + STAGES < S:
                                 _fetch_codes(
                                     w_s, w_tile, f + STAGES, stride, n, columns, n_left, k_left,
-                                    EVERY, T, STAGES, N, STEP, EVEN_K, EVEN_N)
+                                    further, EVERY, T, HERE, STAGES, N, STEP, EVEN_K, EVEN_N)
                                 _fetch_x(x_s, x_step, f + STAGES, row_ok, x_columns, k_left,
                                          STAGES, STEP, EVEN_K)
                         _commit()
@@ -473,23 +486,65 @@ def _integer_weights_core_kernel(
     if GROUP == 0 and SCALED:
         acc = _scaled(_times(nothing, T), acc, scale, 0, GROUPS, 0, T)
 
-    # Results lie so that lanes store neighbours; sums come there from where the products left them.
     PHASES: gl.constexpr = N // 8 if N < 32 else 4
     spread: gl.constexpr = gl.SwizzledSharedLayout(8, 2, PHASES, [1, 2, 0])
-    spread2: gl.constexpr = gl.SwizzledSharedLayout(8, 2, PHASES, [0, 1])
-    BESIDE: gl.constexpr = N if N < 32 else 32
-    rows: gl.constexpr = gl.BlockedLayout([1, 1], [BESIDE, 32 // BESIDE], [1, W], [0, 1])
     sums_s = gl.allocate_shared_memory(gl.float32, [T, SLICES, N, R], spread)
     for tile in gl.static_range(T):
         y = acc[tile]
         if gl.float16 != DTYPE and SCALED:
             y = y * PARTS_OF_ONE
         sums_s.index(tile).store(y)
+    return sums_s
+
+
+@gluon.jit
+def _sum_of_slices(sums_s, tile, rows: gl.constexpr):
+    """fp32 [N, R] of a tile, its slices added in order."""
+    slices: gl.constexpr = sums_s.shape[1]
+    n: gl.constexpr = sums_s.shape[2]
+    r: gl.constexpr = sums_s.shape[3]
+    PHASES: gl.constexpr = n // 8 if n < 32 else 4
+    spread: gl.constexpr = gl.SwizzledSharedLayout(8, 2, PHASES, [0, 1])
+    of_slices = _as(sums_s.index(tile), gl.float32, [slices, n, r], spread)
+    y = of_slices.index(0).load(rows)
+    for s in gl.static_range(1, slices):
+        y = y + of_slices.index(s).load(rows)
+    return y
+
+
+@gluon.jit(do_not_specialize=["stride_w", "n_rows", "n_m"])
+def _integer_weights_core_kernel(
+    x_ptr, w_ptr, s_ptr, z_ptr, bias_ptr, out_ptr, part_ptr,
+    stride_x, stride_w,  # in units of 16 bytes
+    stride_s, stride_z, stride_o, n_cols, n_inner, n_rows, n_m,
+    S: gl.constexpr,  # steps of a program, of K columns for each slice
+    T: gl.constexpr,  # tiles of a program
+    Q: gl.constexpr,  # scales of an output that a program takes, or more; a power of two
+    BITS: gl.constexpr,  # of a weight
+    GROUP: gl.constexpr,  # columns with one scale; 0: a row has one
+    HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN_K: gl.constexpr, EVEN_N: gl.constexpr,
+    PDL: gl.constexpr, R: gl.constexpr, N: gl.constexpr, K: gl.constexpr, SPLIT_K: gl.constexpr,
+    STAGES: gl.constexpr, SLICES: gl.constexpr, W: gl.constexpr,
+):
+    EVERY: gl.constexpr = 16 // BITS  # weights in an int16
+    if PDL:
+        _let_next_kernel_start()
+    split = gl.program_id(0) % SPLIT_K
+    place = gl.program_id(0) // SPLIT_K
+    row0 = place % n_m * R
+    tile0 = place // n_m * T
+    stride = stride_w.to(gl.int64) * 8
+    w_first = w_ptr.to(gl.pointer_type(gl.int16)) + (tile0 * N).to(gl.int64) * stride
+    w_first = w_first + split * (S * SLICES * K) // EVERY
+    sums_s = _sums_of_tiles(
+        x_ptr, w_first, s_ptr, z_ptr, x_ptr, stride_x, stride, stride_s, stride_z, tile0, row0,
+        n_rows, split, n_cols, n_inner, n_rows, S, T, T, Q, BITS, GROUP, HAS_ZERO, EVEN_K, EVEN_N,
+        PDL, 0, R, N, K, STAGES, SLICES, W)
+    # Results lie so that lanes store neighbours; sums come there from where the products left them.
+    BESIDE: gl.constexpr = N if N < 32 else 32
+    rows: gl.constexpr = gl.BlockedLayout([1, 1], [BESIDE, 32 // BESIDE], [1, W], [0, 1])
     for tile in gl.static_range(T):
-        of_slices = _as(sums_s.index(tile), gl.float32, [SLICES, N, R], spread2)
-        y = of_slices.index(0).load(rows)
-        for s in gl.static_range(1, SLICES):
-            y = y + of_slices.index(s).load(rows)
+        y = _sum_of_slices(sums_s, tile, rows)
         bias = split
         if HAS_BIAS and SPLIT_K == 1:
             o = (tile0 + tile) * N + gl.arange(0, N, gl.SliceLayout(1, rows))
