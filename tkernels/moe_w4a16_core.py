@@ -11,15 +11,17 @@ other. A program takes every ``programs``-th tile, or has one.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from tkernels import device
 from tkernels import few_rows_hopper as few
 from tkernels import integer_weights_few as body
 from tkernels.device import Device, bind, cdiv, next_power_of_2
 from tkernels.integer_weights_few import _sum_of_slices, _sums_of_tiles
+from tkernels.ops.moe_gemm import most_tiles
 from tkernels.paged_attn_quantized_hopper import _let_next_kernel_start, _wait_for_earlier_kernels
 from tkernels.registry import Config, Problem
 
@@ -211,34 +213,60 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     return None
 
 
+def default_config(problem: Problem, dev: Device) -> Config:
+    """Forms that took the least time on an H200 (CONTRIBUTING, "Measured facts")."""
+    per_expert = max(1, problem["rows"] // problem["experts"])
+    rows = 8 if per_expert <= 8 else 16
+    config: Config = {
+        "BLOCK_M": rows,
+        "BLOCK_N": 64,
+        "BLOCK_K": 128,
+        "SLICES": 1,
+        "programs_per_core": 0,
+        "variant": "core",
+        "SWAP": True,
+        "PDL": True,
+        "num_warps": 2,
+        "num_stages": 6,
+    }
+    if problem["rows"] <= problem["experts"]:  # a program's latency counts
+        config |= {"SLICES": 4, "num_warps": 4, "BLOCK_N": 32, "BLOCK_K": 64}
+        if problem["silu_and_mul"]:
+            config |= {"BLOCK_N": 16, "BLOCK_K": 128, "num_stages": 3}
+    elif problem["silu_and_mul"]:
+        config["BLOCK_N"] = 32
+    while why_illegal(config, problem, dev) is not None and config["num_stages"] > 2:
+        config["num_stages"] -= 1
+    return config
+
+
 def bound(
     sizes: tuple[int, int, int, int, int],
     facts: dict[str, Any],
-    strides: tuple[int, int, int, int],
+    strides: tuple[int, int],
     config: Config,
     problem: Problem,
     max_programs: int,
 ) -> Callable[..., None]:
-    """What multiplies: ``launch(x, weight, scale, zero, offsets, ids, topk_weights, out)``.
+    """What multiplies: ``run(x, weight, scale, offsets, ids, out, zero, weights)``.
 
-    ``sizes``: row tiles at the most, experts, rows of an expert's weights, columns, rows of x;
-    ``strides``: of x, weight, scale and out, in numbers.
+    ``sizes``: rows, experts, N, K, rows of x; ``strides``: of rows of x and of out.
     """
-    n_m, e, n, k, n_sources = sizes
+    r, e, n, k, n_sources = sizes
     n_out = n // 2 if facts["SILU"] else n
     outputs, warps, slices = _outputs(config), config["num_warps"], config["SLICES"]
     steps = body.steps_of(_as_few(config), k)
     n_n = cdiv(n_out, config["BLOCK_N"])
     start = bind(
         _moe_w4a16_core_kernel,
-        (min(n_m * n_n, max_programs),),
+        (min(most_tiles(r, e, config["BLOCK_M"]) * n_n, max_programs),),
         **facts,
         EVEN_K=k == steps * slices * config["BLOCK_K"],
         EVEN_N=n_out % config["BLOCK_N"] == 0,
         PDL=config["PDL"],
         S=steps,
         HERE=config["BLOCK_N"] // outputs,
-        Q=body.scales_of(_as_few(config), {"k": k, "group": facts["GROUP"] or k}),
+        Q=body.scales_of(_as_few(config), problem),
         E=next_power_of_2(e),
         R=config["BLOCK_M"],
         N=outputs,
@@ -250,5 +278,15 @@ def bound(
         maxnreg=few.most_registers(warps, per_core(config, problem, device.current())),
         **({"launch_pdl": True} if config["PDL"] else {}),
     )
-    numbers = (strides[0] // 8, strides[1] // 4, *strides[2:], n, n_out, k, n_n, e, n_sources)
-    return lambda *tensors: start(*tensors, *numbers)
+    groups = k // problem["group"]
+    numbers = (strides[0] // 8, k // 32, groups, strides[1], n, n_out, k, n_n, e, n_sources)
+
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor,
+        ids: torch.Tensor, out: torch.Tensor, zero: Any, weights: Any,
+    ) -> None:  # fmt: skip
+        # What is not there is stood in for by something that is, and not read.
+        zero, weights = (offsets if t is None else t for t in (zero, weights))
+        start(x, weight, scale, zero, offsets, ids, weights, out, *numbers)
+
+    return run

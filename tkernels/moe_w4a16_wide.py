@@ -5,8 +5,8 @@ Weights become 16-bit numbers in registers on their way to the tensor core, as i
 expert right, and every fourth column is in one product.
 
 A program has 256 weights, two groups of four warps 128 each: 64 gates and what these multiply, so
-that a thread holds both sums; or twice 64 outputs. While the tensor core has the first 64 of a step,
-the group decodes the second. One more warp loads, STAGES steps of 128 columns ahead, over the ends
+that a thread holds both sums; or twice 64 outputs. While the tensor core has the first of a step,
+the group decodes the others. One more warp loads, STAGES steps of 128 columns ahead, over the ends
 of tiles too.
 
 Rows of x lie in the order of experts, and turned (each 128 columns of it, [32, 4], as [4, 32]): a
@@ -28,6 +28,7 @@ from tkernels.integer_decoding import UNIT
 from tkernels.integer_weights_many import _of_step, _operands
 from tkernels.masked_gemm_hopper import _as, _describer, _load_tile
 from tkernels.moe_w4a16_core import _place, _tiles_of_experts
+from tkernels.ops.moe_gemm import most_tiles
 from tkernels.ops.paged_attn import _let_next_kernel_start as _next_may_start
 from tkernels.ops.paged_attn import _wait_for_earlier_kernels as _earlier_have_ended
 from tkernels.paged_attn_quantized_hopper import _let_next_kernel_start, _wait_for_earlier_kernels
@@ -43,6 +44,7 @@ else:
 STEP = body.STEP
 _BLOCKS = 8  # of 128 columns, that a program turns
 ROWS = (16, 32, 64, 128)
+LEAST_ROWS = 16  # an expert, on average, from which on this is the default
 
 # What this body has no choice of.
 FIXED: Config = {
@@ -50,6 +52,7 @@ FIXED: Config = {
     "BLOCK_K": STEP,
     "SLICES": 1,
     "programs_per_core": 1,
+    "SWAP": True,
     "num_warps": 8,
 }
 
@@ -101,7 +104,7 @@ def _bring_x(
 @gluon.jit
 def _bring(high_desc, low_desc, bar, x_s, tile, row0, column, R: gl.constexpr):
     # A map brings what has its own number of rows.
-    BOX: gl.constexpr = high_desc.block_shape[0] if R >= high_desc.block_shape[0] else 16
+    BOX: gl.constexpr = high_desc.block_shape[0] if high_desc.block_shape[0] <= R else 16
     hopper.mbarrier.expect(bar, 4 * 64 * 64 + R * 256)
     parts_s = _of_height(x_s, BOX)
     most: gl.constexpr = x_s.shape[1] // BOX
@@ -109,7 +112,7 @@ def _bring(high_desc, low_desc, bar, x_s, tile, row0, column, R: gl.constexpr):
         for part in gl.static_range(R // BOX):
             at = [row0 + part * BOX, column + half * 64]
             to = parts_s.index((tile + half) * most + part)
-            if R >= high_desc.block_shape[0]:
+            if high_desc.block_shape[0] <= R:
                 _load_tile(high_desc, at, bar, to)
             else:
                 _load_tile(low_desc, at, bar, to)
@@ -364,8 +367,7 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     """Reason why a config of this body cannot be launched for a problem; None: it can."""
     if why := why_unfit(problem, dev):
         return why
-    outputs = 128 if problem["silu_and_mul"] else 256
-    fixed = {**FIXED, "BLOCK_N": outputs}
+    fixed = {**FIXED, "BLOCK_N": 128 if problem["silu_and_mul"] else 256}
     if wrong := [f"{name} {v}" for name, v in fixed.items() if config[name] != v]:
         return f"variant wide has {', '.join(wrong)}"
     if config["BLOCK_M"] not in ROWS:
@@ -377,29 +379,42 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     return None
 
 
+def default_config(problem: Problem) -> Config:
+    """Tiles of 128 rows, or as many as there are, and three stages or more."""
+    per_expert = problem["rows"] // problem["experts"]
+    rows = 128 if problem["silu_and_mul"] or per_expert > 64 else 64
+    return {
+        **FIXED,
+        "BLOCK_M": rows,
+        "BLOCK_N": 128 if problem["silu_and_mul"] else 256,
+        "PDL": True,
+        "num_stages": 4 if rows == 128 else 6,
+    }
+
+
 def bound(
-    sizes: tuple[int, int, int, int, int, int],
+    sizes: tuple[int, int, int, int, int],
     facts: dict[str, Any],
-    strides: tuple[int, int, int, int],
+    strides: tuple[int, int],
     config: Config,
+    problem: Problem,
     max_programs: int,
 ) -> Callable[..., None]:
-    """What multiplies: ``launch(x, weight, scale, zero, offsets, ids, topk_weights, out)``.
+    """What multiplies: ``run(x, weight, scale, offsets, ids, out, zero, weights)``.
 
-    ``sizes``: rows, row tiles at the most, experts, rows of an expert's weights, columns, rows of
-    x; ``strides``: of x, weight, scale and out, in numbers.
+    ``sizes``: rows, experts, N, K, rows of x; ``strides``: of rows of x and of out.
     """
-    r, n_m, e, n, k, n_sources = sizes
+    r, e, n, k, n_sources = sizes
     n_out = n // 2 if facts["SILU"] else n
-    rows, steps = config["BLOCK_M"], cdiv(k, STEP)
-    wide = steps * STEP
-    n_n = cdiv(n_out, 128 if facts["SILU"] else 256)
+    rows, steps, weighted = config["BLOCK_M"], cdiv(k, STEP), facts["ROW_WEIGHT"]
+    across = steps * STEP
+    n_n = cdiv(n_out, config["BLOCK_N"])
     pdl = {"launch_pdl": True} if config["PDL"] else {}
     turn = bind(
         _turn_rows_kernel,
         (r, cdiv(steps, _BLOCKS)),
         TOP_K=facts["TOP_K"],
-        ROW_WEIGHT=facts["ROW_WEIGHT"],
+        ROW_WEIGHT=weighted,
         PDL=config["PDL"],
         BLOCKS=_BLOCKS,
         num_warps=4,
@@ -407,11 +422,11 @@ def bound(
     )
     start = device.bind_described(
         _moe_w4a16_wide_kernel,
-        (min(n_m * n_n, max_programs),),
+        (min(most_tiles(r, e, rows) * n_n, max_programs),),
         (
-            _describer((e * n, k // 8, strides[1]), 64, STEP // 8, 32, 64),
-            _describer((r, wide, wide), min(64, rows), 64, 16, 128),
-            _describer((r, wide, wide), 16, 64, 16, 128),
+            _describer((e * n, k // 8, k // 8), 64, STEP // 8, 32, 64),
+            _describer((r, across, across), min(64, rows), 64, 16, 128),
+            _describer((r, across, across), 16, 64, 16, 128),
         ),
         **{name: value for name, value in facts.items() if name != "TOP_K"},
         PDL=config["PDL"],
@@ -421,24 +436,18 @@ def bound(
         num_warps=4,
         **pdl,
     )
-    n_groups = k // (facts["GROUP"] or k)
-    numbers = (*strides[2:], n_groups, n, n_out, steps, n_n, e)
+    groups = k // problem["group"]
+    numbers = (groups, strides[1], groups, n, n_out, steps, n_n, e)
 
-    def launch(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        zero: torch.Tensor,
-        offsets: torch.Tensor,
-        ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        turned = torch.empty((r, wide), dtype=x.dtype, device=x.device)
-        ordered = topk_weights
-        if facts["ROW_WEIGHT"]:
-            ordered = torch.empty(r, dtype=torch.float32, device=x.device)
-        turn(x, ids, topk_weights, turned, ordered, strides[0], k, wide, n_sources)
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor,
+        ids: torch.Tensor, out: torch.Tensor, zero: Any, weights: Any,
+    ) -> None:  # fmt: skip
+        turned = torch.empty((r, across), dtype=x.dtype, device=x.device)
+        # What is not there is stood in for by something that is, and not read.
+        zero, weights = (offsets if t is None else t for t in (zero, weights))
+        ordered = torch.empty(r, dtype=torch.float32, device=x.device) if weighted else weights
+        turn(x, ids, weights, turned, ordered, strides[0], k, across, n_sources)
         start(weight, turned, turned, scale, zero, ordered, offsets, out, *numbers)
 
-    return launch
+    return run

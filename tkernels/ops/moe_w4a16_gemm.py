@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from tkernels import device, moe_w4a16_unpacked
+from tkernels import device, moe_w4a16_core, moe_w4a16_unpacked, moe_w4a16_wide
 from tkernels.ascend_options import ASCEND_OPTIONS
 from tkernels.check import (
     check_dtype,
@@ -494,7 +494,24 @@ def _plan(
         return _gathering(sizes, facts, strides, cfg, max_programs)
     if cfg["variant"] == "unpacked":
         return moe_w4a16_unpacked.bound(sizes, facts, strides, x.dtype, cfg)
-    return _bind(sizes, facts, strides, cfg, max_programs)
+    if cfg["variant"] == "portable":
+        return _bind(sizes, facts, strides, cfg, max_programs)
+    problem = dict(zip(SPEC.problem_fields, values, strict=True))
+    wide = cfg["variant"] == "wide"
+    # Spelt out, so that a kernel's hash leads there.
+    bound = moe_w4a16_wide.bound if wide else moe_w4a16_core.bound
+    chosen = bound(sizes, facts, strides, cfg, problem, max_programs)
+    other = _portable_config(problem, device.current())
+    every = device.current().max_programs  # the limit that is given is the other body's
+    portable = _bind(sizes, facts, strides, other, every)
+    addressable = not device.current().compile_only
+
+    def by_address(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> None:
+        # Codes, and x by "core", are copied 16 bytes at a time.
+        odd = addressable and (weight.data_ptr() % 16 or (not wide and x.data_ptr() % 16))
+        (portable if odd else chosen)(x, weight, *others)
+
+    return by_address
 
 
 def _gathering(
@@ -718,13 +735,15 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     }
     if not dev.registers:  # a matrix unit and vector units: no threads
         return space
+    hopper = dev.arch == "sm90"
     return {
         **space,
-        "BLOCK_M": [8, 16, 32, 64],
-        "BLOCK_N": [16, 32, 64, 128],
+        "BLOCK_M": [8, 16, 32, 64, *([128] if hopper else [])],
+        "BLOCK_N": [16, 32, 64, 128, *([256] if hopper else [])],
         "BLOCK_K": [64, 128, 256, 512],
+        "SLICES": [1, 2, 4] if hopper else [1],
         "programs_per_core": [0, 1, 2, 4],
-        "variant": ["portable", "unpacked"],
+        "variant": ["portable", "unpacked", *(["core", "wide"] if hopper else [])],
         "SWAP": [False, True],
         "PDL": [False, True] if _has_pdl(dev) else [False],
         "num_warps": [1, 2, 4, 8],
@@ -733,8 +752,14 @@ def _space(dev: Device) -> dict[str, list[Any]]:
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
-    """Of many rows an expert weights are unpacked, where they can be."""
-    unpacked = moe_w4a16_unpacked
+    """Of many rows an expert weights are unpacked, where they can be and Hopper's bodies cannot."""
+    core, wide, unpacked = moe_w4a16_core, moe_w4a16_wide, moe_w4a16_unpacked
+    if problem["rows"] >= wide.LEAST_ROWS * problem["experts"] and not wide.why_unfit(problem, dev):
+        return wide.default_config(problem)
+    if core.why_unfit(problem, dev) is None:
+        config = core.default_config(problem, dev)
+        if core.why_illegal(config, problem, dev) is None:
+            return config
     many = problem["rows"] >= unpacked.LEAST_ROWS * problem["experts"]
     if many and unpacked.why_unfit(problem, dev) is None:
         return unpacked.default_config(problem)
@@ -790,8 +815,12 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if variant == "unpacked":
         unfit = moe_w4a16_unpacked.why_unfit(problem, dev)
         return unfit or moe_w4a16_unpacked.why_illegal(config, dev)
+    if variant == "core":
+        return moe_w4a16_core.why_illegal(config, problem, dev)
+    if variant == "wide":
+        return moe_w4a16_wide.why_illegal(config, problem, dev)
     if variant != "portable":
-        return f"variant must be portable or unpacked, got {variant!r}"
+        return f"variant must be portable, unpacked, core or wide, got {variant!r}"
     if config["SLICES"] != 1:
         return f"variant portable has SLICES 1, got {config['SLICES']}"
     m, k = config["BLOCK_M"], config["BLOCK_K"]
