@@ -14,9 +14,11 @@ from tests import products
 from tkernels import device, moe_w4a16_core, moe_w4a16_wide
 from tkernels.moe_gemm_cases import dispatched
 from tkernels.moe_w4a16_cases import moe_w4_inputs, moe_w4_problem
+from tkernels.ops import moe_gemm
 from tkernels.ops.moe_w4a16_gemm import SPEC
 from tkernels.registry import Config, Problem
 from tkernels.testing import assert_right, guarded, tensors_of
+from tkernels.w4_format import dequantize_w4
 
 SM90 = device.sm_facts(90)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -98,9 +100,10 @@ def test_why_illegal(base: Config, changed: Config, why: str | None) -> None:
     [
         (1, True, "core", 8),
         (64, True, "core", 8),
-        (128, False, "core", 8),
-        (256, True, "wide", 128),
-        (512, False, "wide", 64),
+        (64, False, "core", 8),
+        (128, True, "wide", 128),
+        (128, False, "core", 16),
+        (256, False, "wide", 64),
         (4096, True, "wide", 128),
         (4096, False, "wide", 128),
     ],
@@ -226,6 +229,23 @@ def test_a_layer_of_qwen(way: Config, first: bool, tokens: int, dev: torch.devic
     n, k = (1536, 2048) if first else (2048, 768)
     problem = moe_w4_problem(tokens, 128, 8, n, k, first=first, routing="zipf")
     products.are_right(SPEC, [(problem, at_home(way, first))], dev)
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("first", [True, False], ids=["gate_up", "down"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_wide_is_the_product_of_rounded_weights(
+    first: bool, dtype: torch.dtype, dev: torch.device
+) -> None:
+    """Within what moe_gemm is held to, a sharper tool than what rounded weights are off by."""
+    inputs = moe_w4_inputs(moe_w4_problem(300, 8, 2, 512, 1024, dtype, first=first), dev)
+    got = SPEC.launch(**inputs, config=at_home({**WIDE, "BLOCK_M": 128}, first))
+    packed, scale = inputs.pop("weight"), inputs.pop("weight_scale")
+    inputs["weight"] = torch.stack(
+        [dequantize_w4(q, s).to(dtype) for q, s in zip(packed, scale, strict=True)]
+    )
+    assert_right(moe_gemm.SPEC, inputs, tensors_of(got))
 
 
 @gpu

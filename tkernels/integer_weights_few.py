@@ -357,7 +357,7 @@ def _sums_of_tiles(
 
 
     k_first = split * (S * STEP)
-    further = n_cols.to(gl.int64) * stride
+    further = stride * n_cols
     n = gl.arange(0, N, gl.SliceLayout(1, lines))
     h = gl.arange(0, STEP // EVERY, gl.SliceLayout(0, lines))[None, :]
     w_tile = w_ptr + (n.to(gl.int64) * stride)[:, None] + h
@@ -393,7 +393,7 @@ def _sums_of_tiles(
             K * ALIKE, N, SLICES // ALIKE, EVEN_K, places)
         if T > HERE:
             scales = scales + _of_tiles(
-                s_ptr + n_cols.to(gl.int64) * stride_s, stride_s, tile0, split, n_cols, n_inner,
+                s_ptr + (stride * 0 + n_cols) * stride_s, stride_s, tile0, split, n_cols, n_inner,
                 0.0, HERE, QD, GROUP, GROUPS, S, K * ALIKE, N, SLICES // ALIKE, EVEN_K, places)
     zeros = scales
     if HAS_ZERO:
@@ -402,7 +402,7 @@ def _sums_of_tiles(
             K * ALIKE, N, SLICES // ALIKE, EVEN_K, places)
         if T > HERE:
             zeros = zeros + _of_tiles(
-                z_ptr + n_cols.to(gl.int64) * stride_z, stride_z, tile0, split, n_cols, n_inner,
+                z_ptr + (stride * 0 + n_cols) * stride_z, stride_z, tile0, split, n_cols, n_inner,
                 8, HERE, QD, GROUP, GROUPS, S, K * ALIKE, N, SLICES // ALIKE, EVEN_K, places)
     if PDL:  # nothing above reads what an earlier kernel may write, or stores
         _wait_for_earlier_kernels()

@@ -63,7 +63,7 @@ def _place(m_tile, tiles, upto, offsets_ptr, n_experts, R: gl.constexpr):
     return expert, row0, gl.load(offsets_ptr + expert + 1)
 
 
-@gluon.jit(do_not_specialize=["n_experts", "n_sources"])
+@gluon.jit(do_not_specialize=["stride_w", "n_experts", "n_sources"])
 def _moe_w4a16_core_kernel(
     x_ptr, w_ptr, s_ptr, z_ptr, offsets_ptr, ids_ptr, tw_ptr, out_ptr,
     stride_x, stride_w,  # in units of 16 bytes
@@ -215,10 +215,9 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
 
 def default_config(problem: Problem, dev: Device) -> Config:
     """Forms that took the least time on an H200 (CONTRIBUTING, "Measured facts")."""
-    per_expert = max(1, problem["rows"] // problem["experts"])
-    rows = 8 if per_expert <= 8 else 16
+    per_expert = problem["rows"] // problem["experts"]
     config: Config = {
-        "BLOCK_M": rows,
+        "BLOCK_M": 8,
         "BLOCK_N": 64,
         "BLOCK_K": 128,
         "SLICES": 1,
@@ -234,7 +233,9 @@ def default_config(problem: Problem, dev: Device) -> Config:
         if problem["silu_and_mul"]:
             config |= {"BLOCK_N": 16, "BLOCK_K": 128, "num_stages": 3}
     elif problem["silu_and_mul"]:
-        config["BLOCK_N"] = 32
+        config |= {"SLICES": 2, "num_warps": 4, "BLOCK_N": 32}
+    elif per_expert >= 8:
+        config |= {"BLOCK_M": 16, "num_warps": 4, "BLOCK_N": 128}
     while why_illegal(config, problem, dev) is not None and config["num_stages"] > 2:
         config["num_stages"] -= 1
     return config

@@ -44,7 +44,6 @@ else:
 STEP = body.STEP
 _BLOCKS = 8  # of 128 columns, that a program turns
 ROWS = (16, 32, 64, 128)
-LEAST_ROWS = 16  # an expert, on average, from which on this is the default
 
 # What this body has no choice of.
 FIXED: Config = {
@@ -236,7 +235,7 @@ def _tile(
     ok = o < n_out
     ok2 = ok if SILU else o + 128 < n_out
     at = (first + o) * stride_s
-    at2 = at + further * stride_s.to(gl.int64)
+    at2 = at + (first * 0 + further) * stride_s
     # Scales and zero points are asked for two steps ahead.
     scales = _of_step(s_ptr, at, ok, 0, n_groups, 0.0, EVERY, 0)
     scales2 = _of_step(s_ptr, at2, ok2, 0, n_groups, 0.0, EVERY, 0)
@@ -281,7 +280,7 @@ def _tile(
         count += 1
     n = out0 + gl.arange(0, 64, gl.SliceLayout(1, layout))
     at_n = (first + n) * stride_s
-    at_n2 = at_n + further * stride_s.to(gl.int64)
+    at_n2 = at_n + (first * 0 + further) * stride_s
     ok_n2 = n < n_out if SILU else n + 128 < n_out
     y = _weighted(acc, s_ptr, at_n, n < n_out, GROUP, HAS_ZERO, dtype)
     up = _weighted(acc2, s_ptr, at_n2, ok_n2, GROUP, HAS_ZERO, dtype)
@@ -338,7 +337,7 @@ def _moe_w4a16_wide_kernel(
             (_load, (w_desc, high_desc, low_desc, offsets_ptr, w_s, x_s, full, empty, sizes, SILU,
                      R, STAGES, E)),
         ],
-        [4, 1], [240, 24])
+        [4, 1], [232, 40])
 
 
 # fmt: on
@@ -379,10 +378,19 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     return None
 
 
+def is_default(problem: Problem) -> bool:
+    """Whether experts have so many rows that weights are better decoded once for all of them.
+
+    From an H200 (CONTRIBUTING, "Measured facts").
+    """
+    least = 8 if problem["silu_and_mul"] else 12
+    return bool(problem["rows"] >= least * problem["experts"])
+
+
 def default_config(problem: Problem) -> Config:
-    """Tiles of 128 rows, or as many as there are, and three stages or more."""
-    per_expert = problem["rows"] // problem["experts"]
-    rows = 128 if problem["silu_and_mul"] or per_expert > 64 else 64
+    """Tiles of 128 rows, or as many as there are, and as many stages as fit."""
+    many = problem["rows"] >= 64 * problem["experts"]
+    rows = 128 if problem["silu_and_mul"] or many else 64
     return {
         **FIXED,
         "BLOCK_M": rows,
