@@ -473,10 +473,10 @@ def test_illegal_configs() -> None:
         ({"SLICES": 2}, "variant portable has SLICES 1"),
         ({"variant": "direct"}, "variant must be portable or unpacked"),
         ({"variant": "unpacked"}, "variant unpacked has "),
-        ({"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4}, "the sums of a tile and of a group"),
+        ({"BLOCK_M": 64, "BLOCK_K": 128, "num_warps": 1}, "the sums of a tile and of a group"),
         ({"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "BLOCK_K": 512, "num_stages": 6},
-         "shared memory|bytes"),
+         "the tiles take .* bytes of shared memory"),
     ):  # fmt: skip
         why = SPEC.why_illegal({**config, **changes}, problem, dev)
         assert why is not None
-        assert re.match(f".*({words})", why), (changes, why)
+        assert re.match(words, why), (changes, why)
