@@ -369,7 +369,7 @@ def _without_rows(inputs: dict[str, Any]) -> dict[str, Any]:
 
 @each_spec
 def test_zero_rows(spec: KernelSpec, dev: torch.device) -> None:
-    if spec.name in ("moe_dispatch", "moe_gemm"):
+    if spec.name in ("moe_dispatch", "moe_gemm", "moe_w4a16_gemm"):
         pytest.skip(
             "tensors have a row a token, an expert or an assignment; "
             f"tests/ops/test_{spec.name}.py calls it without tokens"
@@ -423,7 +423,9 @@ def test_eps_must_be_positive(spec: KernelSpec, eps: Any, dev: torch.device) -> 
     assert re.match(rf"{spec.name}: eps must be a number > 0, got ", message)
 
 
-@pytest.mark.parametrize("name", ["masked_gemm", "moe_gemm", "skinny_linear", "w4a16_gemm"])
+@pytest.mark.parametrize(
+    "name", ["masked_gemm", "moe_gemm", "moe_w4a16_gemm", "skinny_linear", "w4a16_gemm"]
+)
 def test_products_write_to_a_tensor_of_their_own(name: str, dev: torch.device) -> None:
     """Programs with other outputs still read x."""
     x = torch.randn(4, 64, dtype=torch.bfloat16, device=dev)
@@ -431,13 +433,14 @@ def test_products_write_to_a_tensor_of_their_own(name: str, dev: torch.device) -
     codes, scale = tkernels.reference.quantize_per_token(weight)
     offsets = torch.tensor([0, 4], dtype=torch.int32, device=dev)
     ids = torch.arange(4, dtype=torch.int32, device=dev)
+    words = torch.zeros(64, 8, dtype=torch.int32, device=dev)
+    scales = weight[:, :2].contiguous()
     arguments: dict[str, Any] = {
         "masked_gemm": (x, codes, scale),
         "moe_gemm": (x, weight[None], offsets, ids),
+        "moe_w4a16_gemm": (x, words[None], scales[None], offsets, ids),
         "skinny_linear": (x, weight),
-        "w4a16_gemm": (
-            x, torch.zeros(64, 8, dtype=torch.int32, device=dev), weight[:, :2].contiguous(),
-        ),
-    }  # fmt: skip
+        "w4a16_gemm": (x, words, scales),
+    }
     with pytest.raises(ValueError, match=rf"{name}: out must be a tensor of its own, .* got x"):
         getattr(tkernels, name)(*arguments[name], out=x)

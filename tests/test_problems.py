@@ -157,7 +157,7 @@ SHAPES = {  # of each bench case; of all its kernels where several have one of t
             f"tokens={t},experts=128,top_k=8,hidden=2048,intermediate=768{down}{int8}"
         )
         for which, down in (("gate_up", ""), ("down", ",down=true"))
-        for t in (1, 64, 512, 4096)
+        for t in (1, 16, 64, 512, 4096)
         for name, int8 in (("", ""), ("-w8a8", ",w8a8=true"))
     },
     "t64-e256-k8-v3": "tokens=64,experts=256,v3=true",

@@ -256,11 +256,13 @@ def test_cost_counts_the_bytes_that_must_move(spec: KernelSpec, dev: torch.devic
             moved |= {"released": released, "count": 2 * tensors["free_count"].nbytes}
         if spec.name == "watch_activations":  # its state is read, too
             moved |= {n: 2 * tensors[n].nbytes for n in spec.mutates}
-        if spec.name == "moe_gemm":  # experts without rows are not read, and how many is a mean
-            parts = [moved.pop(n) for n in ("weight", "weight_scale") if n in moved]
+        if spec.name in ("moe_gemm", "moe_w4a16_gemm"):
+            # Experts without rows are not read, and how many is a mean.
+            names = ("weight", "weight_scale", "weight_zero")
+            parts = [moved.pop(n) for n in names if n in moved]
             share = touched_experts(case.problem) / case.problem["experts"]
             moved["weights"] = int(sum(parts) * share)
-            if case.problem["path"] == "int8" and "x_q" in moved:
+            if case.problem.get("path") == "int8" and "x_q" in moved:
                 del moved["x"]
         if spec.name == "masked_gemm":  # rows that all run one way leave the other's alone
             moved = {n: moved[n] for n in gemm_reads(case.problem)}

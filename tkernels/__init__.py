@@ -25,6 +25,7 @@ from tkernels.ops.moe_combine import moe_combine
 from tkernels.ops.moe_dispatch import moe_dispatch
 from tkernels.ops.moe_gemm import moe_gemm
 from tkernels.ops.moe_route import moe_route
+from tkernels.ops.moe_w4a16_gemm import moe_w4a16_gemm
 from tkernels.ops.paged_attn import paged_attn
 from tkernels.ops.quantize_per_token import quantize_per_token
 from tkernels.ops.release_residual_slots import release_residual_slots
@@ -69,6 +70,7 @@ __all__ = [
     "moe_dispatch",
     "moe_gemm",
     "moe_route",
+    "moe_w4a16_gemm",
     "paged_attn",
     "paged_attn_quantized",
     "quantize_per_token",
