@@ -122,7 +122,9 @@ def _quantize(args: argparse.Namespace) -> dict[str, Any]:
     sensitive = set() if args.sensitive is None else read_sensitive(args.sensitive, config)
     if args.keep_experts:
         if config.mixture is None:
-            raise ValueError("--keep-experts: expected a network with experts, got a dense one")
+            raise ValueError(
+                f"--keep-experts: expected a network with experts, got a dense {config.model_type}"
+            )
         sensitive |= {all_experts(layer) for layer in config.mixture.layers}
     plan = make_plan(config, args.scheme, sensitive)
     if not plan.schemes and not plan.experts:
