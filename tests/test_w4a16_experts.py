@@ -249,11 +249,11 @@ def test_all_experts_stay(base: Path, tmp_path: Path, capsys: Any) -> None:
             mine, theirs = (getattr(experts_of(model, i), part) for model in (ours, original))
             assert torch.equal(mine, theirs)
     assert not isinstance(ours.layers[1].o_proj.weight, torch.Tensor)
-    dense = tiny("qwen3").folder
+    dense = make_folder(tmp_path / "dense", None)
     argv = ["--model", dense, "--scheme", "w4a16", "--keep-experts", "--out", tmp_path / "x"]
     assert quantize.main([str(a) for a in argv]) == 2
-    wanted = "error: --keep-experts: expected a network with experts, got a dense qwen3\n"
-    assert capsys.readouterr().err == wanted
+    said = capsys.readouterr().err
+    assert said.endswith("--keep-experts: expected a network with experts, got a dense qwen3\n")
 
 
 def test_experts_with_other_inputs_stay() -> None:
