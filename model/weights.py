@@ -265,9 +265,9 @@ def _read(
     quantised = [scheme for scheme in schemes if scheme is not None]
     if parameter.experts and quantised:
         if quantised[0].bits == 4:  # then all are of that scheme
-            scheme = quantised[0]
-            packed = parameter.sources, scheme, parameter.experts
-            return read_packed_experts(*packed, source, dtype, device)
+            return read_packed_experts(
+                parameter.sources, quantised[0], parameter.experts, source, dtype, device
+            )
         return read_experts(parameter.sources, quantised, parameter.experts, source, device)
     if len(set(schemes)) == 1:
         return read(parameter, schemes[0])
