@@ -19,6 +19,7 @@ from tkernels.moe_gemm_cases import moe_gemm_problem
 from tkernels.ops.moe_gemm import SPEC
 from tkernels.ops.quantize_per_token import quantize_per_token_ref
 from tkernels.testing import assert_close, guarded, poisoned_memory
+from tkernels.w4_format import pack_nibbles
 
 pytestmark = pytest.mark.thin(2)
 
@@ -34,7 +35,10 @@ def operands(
     hidden: int = H,
     intermediate: int = WIDE,
     int8: bool = False,
+    four: tuple[int, ...] = (),
+    zero: bool = False,
 ) -> dict[str, Any]:
+    """``four``: of weights of 4 bits, columns of a group, in both products."""
     generator = torch.Generator(dev).manual_seed(tokens)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -52,6 +56,16 @@ def operands(
             codes, scale = quantize_per_token_ref(weight.flatten(0, 1))
             given[f"{name}_weight"] = codes.view(weight.shape)
             given[f"{name}_scale"] = scale.view(weight.shape[:2])
+        elif four:
+            group = four[name == "down"]
+            shape = (*weight.shape[:2], weight.shape[2] // group)
+            q = normal(*weight.shape).mul(3).add(8).round().clamp(0, 15)
+            given[f"{name}_weight"] = pack_nibbles(q.flatten(0, 1)).view(*weight.shape[:2], -1)
+            scale = (normal(*shape).abs() + 0.5) * weight.shape[2] ** -0.5 / 3
+            given[f"{name}_scale"] = scale.to(dtype)
+            if zero:
+                points = normal(*shape).mul(2).add(8).round().clamp(0, 15)
+                given[f"{name}_zero"] = points.to(torch.int8)
         else:
             given[f"{name}_weight"] = weight.to(dtype)
     return given
@@ -150,6 +164,32 @@ def test_int8_weights(way: str, dev: torch.device) -> None:
         other = "down" if way == "gate_up" else "gate_up"
         given[f"{other}_weight"] = plain[f"{other}_weight"]
         del given[f"{other}_scale"]
+    assert_right(run(**given), given)
+
+
+FOUR: dict[str, Any] = {"hidden": 64, "intermediate": 32}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize(("tokens", "groups"), [(T, (32, 32)), (1, (64, 32)), (40, (32, 32))])
+def test_weights_of_4_bits(
+    tokens: int, groups: tuple[int, ...], zero: bool, dtype: torch.dtype, dev: torch.device
+) -> None:
+    """Each product with a group of its own."""
+    given = operands(dev, tokens, dtype, **FOUR, four=groups, zero=zero)
+    assert_right(run(**given), given)
+    assert_right(run(**given, chunk_tokens=5), given)
+
+
+@pytest.mark.parametrize("of", ["gate_up", "down"])
+@pytest.mark.parametrize("int8", [False, True])
+def test_one_product_of_4_bits(of: str, int8: bool, dev: torch.device) -> None:
+    """The other has weights of 16 bits, or of 8."""
+    given = operands(dev, 20, **FOUR, four=(32, 32), zero=True)
+    other = operands(dev, 20, **FOUR, int8=int8)
+    other = {n: v for n, v in other.items() if not n.startswith(of)}
+    given = {**other, **{n: v for n, v in given.items() if n.startswith(of)}}
     assert_right(run(**given), given)
 
 
@@ -306,14 +346,12 @@ def test_traces_without_a_break(int8: bool, dev: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize(("tokens", "chunk"), [(1, None), (40, None), (300, 128)])
+@pytest.mark.parametrize("kind", [{}, {"int8": True}, {"four": (128, 64)}], ids=str)
+@pytest.mark.parametrize(("tokens", "chunk"), [(1, None), (40, None), (300, 128), (2000, None)])
 def test_a_captured_graph_serves_any_routing(
-    tokens: int, chunk: int | None, int8: bool, dev: torch.device
+    tokens: int, chunk: int | None, kind: dict[str, Any], dev: torch.device
 ) -> None:
-    given = operands(
-        dev, tokens, torch.bfloat16, experts=20, hidden=256, intermediate=128, int8=int8
-    )
+    given = operands(dev, tokens, torch.bfloat16, experts=20, hidden=256, intermediate=128, **kind)
     given |= {"chunk_tokens": chunk}
     tkernels.fused_moe(**given)
     graph = device.new_graph()
@@ -356,6 +394,7 @@ def test_a_captured_graph_serves_any_routing(
         ({"high": True}, "fused_moe: high must be False without int8 weights, got True"),
         ({"high": 1}, "fused_moe: high must be a bool, got 1"),
         ({"gate_up_scale": torch.zeros(E, 2 * WIDE)}, "moe_gemm: weight_scale must be given with "),
+        ({"gate_up_zero": torch.zeros(E, 48, 1).char()}, "fused_moe: gate_up_zero must be None wi"),
         ({"chunk_tokens": 0}, "fused_moe: chunk_tokens must be None or an int from 1 on, got 0"),
         ({"chunk_tokens": 2.0}, r"fused_moe: chunk_tokens must be None or an int from 1 on, got 2"),
         ({"out": torch.zeros(T + 1, H).half()}, r"fused_moe: out must have shape \[T=13, H=32\], "),
@@ -370,6 +409,28 @@ def test_refusals(changes: dict[str, Any], words: str, dev: torch.device) -> Non
     moved = {n: v.to(dev) if isinstance(v, torch.Tensor) else v for n, v in changes.items()}
     if isinstance(out := moved.get("out"), torch.Tensor):
         out.zero_()
+    with pytest.raises((ValueError, TypeError), match=rf"^{words}") as caught:
+        tkernels.fused_moe(**{**given, **moved})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mask": torch.zeros(1).long()}, "fused_moe: mask must be None with weights of 4 bits, "),
+        ({"high": True}, "fused_moe: high must be False with weights of 4 bits, got True"),
+        ({"down_scale": None}, "fused_moe: down_scale must be given with weights of 4 bits, got N"),
+        ({"gate_up_weight": torch.zeros(E, 64, 7).int()}, r"fused_moe: gate_up_.* \[.*, H/8=8\], "),
+        ({"down_weight": torch.zeros(E, 64, 5).int()}, r"fused_moe: down_weigh.* \[.*, I/8=4\], "),
+        ({"down_weight": torch.zeros(E, 64, 32).half(), "down_scale": None},
+         "fused_moe: down_zero must be None without weights of 4 bits, got int8"),
+        ({"gate_up_scale": torch.zeros(E, 64, 4)}, "moe_w4a16_gemm: weight_scale must have shape"),
+        ({"x": torch.zeros(T, 64)}, "moe_w4a16_gemm: x must be bfloat16 or float16, got float32"),
+    ],
+)  # fmt: skip
+def test_refusals_of_4_bits(changes: dict[str, Any], words: str, dev: torch.device) -> None:
+    given = operands(dev, **FOUR, four=(32, 32), zero=True)
+    moved = {n: v.to(dev) if isinstance(v, torch.Tensor) else v for n, v in changes.items()}
     with pytest.raises((ValueError, TypeError), match=rf"^{words}") as caught:
         tkernels.fused_moe(**{**given, **moved})
     assert "\n" not in str(caught.value)

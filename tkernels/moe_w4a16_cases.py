@@ -151,7 +151,7 @@ def _layer(tokens: int) -> tuple[tuple[str, Problem], ...]:
 
 # fmt: off
 MOE_W4_CASES = (
-    Case("gate_up-6x5x2-bf16", _P(6, 5, 2, 48, 256)),
+    Case("gate_up-6x5x2-bf16", _P(6, 5, 2, 48, 512)),
     Case("down-9x4x3-zero-fp16", _P(9, 4, 3, 40, 128, _FP16, first=False, group=64, zero=True)),
     Case("group32-7x3x2-bf16", _P(7, 3, 2, 36, 96, group=32), _EDGE),
     Case("row-zero-5x6x2-bf16", _P(5, 6, 2, 34, 200, group=200, zero=True), _EDGE),

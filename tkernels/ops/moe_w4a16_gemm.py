@@ -152,15 +152,21 @@ def _words(w_tile, at, word, col_ok, n_inner, EVEN_K: tl.constexpr, EVEN_N: tl.c
 
 
 @triton.jit
-def _steps_of_group(
-    s_tile, z_tile, group, there, scale, zero, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+def _with_group(
+    acc, words, x0, x1, x2, x3, x4, x5, x6, x7, word, s_tile, z_tile, zero, group, g, there,
+    GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr,
+    PER_GROUP: tl.constexpr,
 ):
-    """Scales and zero points of a group, or those of the rows, which were read before."""
+    """``acc`` and the product of words and x, or of their group g, which is the row's ``group``."""
     if GROUP > 0:
         scale = tl.load(s_tile + group, mask=there, other=0.0).to(tl.float32)
         if HAS_ZERO:
             zero = tl.load(z_tile + group, mask=there, other=0).to(tl.int32)
-    return scale, zero
+    part = _product(
+        words, zero, x0, x1, x2, x3, x4, x5, x6, x7, word, g, HAS_ZERO, ASM, SWAP, PER_GROUP)
+    if GROUP > 0:
+        part = _scaled(part, scale, SWAP)
+    return acc + part
 
 
 @triton.jit
@@ -168,8 +174,9 @@ def _expert_sums_of_words(
     x_rows, x_step, row_ok, w_ptr, s_ptr, z_ptr, w_row, up_rows, stride_w, stride_s, n_cols_left,
     n_inner,
     GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, SILU: tl.constexpr, EVEN_K: tl.constexpr,
-    EVEN_N: tl.constexpr, DIRECT: tl.constexpr, SWAP: tl.constexpr, ASM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr, ASCEND: tl.constexpr, DIRECT: tl.constexpr, SWAP: tl.constexpr,
+    ASM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """x[rows] @ w[w_row..]^T as fp32 [BLOCK_M, BLOCK_N], and the same of the rows ``up_rows`` on.
 
@@ -185,7 +192,7 @@ def _expert_sums_of_words(
     word = tl.arange(0, WORDS)
     col_ok = c < n_cols_left
     w_row = w_row.to(tl.int64)
-    up_rows = up_rows.to(tl.int64)
+    up_rows = tl.cast(up_rows, tl.int64)
     row64 = c.to(tl.int64)
     w_tile = w_ptr + w_row * stride_w + row64[:, None] * stride_w + word[None, :]
     s_tile = s_ptr + w_row * stride_s + row64 * stride_s
@@ -217,29 +224,26 @@ def _expert_sums_of_words(
                     w_tile + up_rows * stride_w, at, word, col_ok, n_inner, EVEN_K, EVEN_N)
             x0, x1, x2, x3, x4, x5, x6, x7 = _every_eighth_of(
                 x_rows, x_step, at, row_ok, n_inner, DIRECT, EVEN_K, BLOCK_M, WORDS)
-            for g in tl.static_range(GROUPS):
-                group = at // (GROUP if GROUP > 0 else 1) + g
-                there = col_ok
-                if not EVEN_K:
-                    there = there & (c * 0 < n_inner - group * GROUP)
-                scale, zero = _steps_of_group(
-                    s_tile, z_tile, group, there, scale, zero, GROUP, HAS_ZERO)
-                part = _product(
-                    words, zero, x0, x1, x2, x3, x4, x5, x6, x7, word, g, HAS_ZERO, ASM, SWAP,
-                    PER_GROUP)
-                if GROUP > 0:
-                    part = _scaled(part, scale, SWAP)
-                acc += part
-                if SILU:
-                    up_scale, up_zero = _steps_of_group(
-                        s_tile + up_rows * stride_s, z_tile + up_rows * stride_s, group, there,
-                        up_scale, up_zero, GROUP, HAS_ZERO)
-                    part = _product(
-                        up_words, up_zero, x0, x1, x2, x3, x4, x5, x6, x7, word, g, HAS_ZERO, ASM,
-                        SWAP, PER_GROUP)
-                    if GROUP > 0:
-                        part = _scaled(part, up_scale, SWAP)
-                    up += part
+            first = at // (GROUP if GROUP > 0 else 1)
+            if ASCEND and GROUPS > 1:  # a loop: the code of all groups takes minutes to compile
+                for g in range(GROUPS):
+                    there = col_ok & (c * 0 < n_inner - (first + g) * GROUP)
+                    acc = _with_group(
+                        acc, words, x0, x1, x2, x3, x4, x5, x6, x7, word, s_tile, z_tile, zero,
+                        first + g, g, there, GROUP, HAS_ZERO, SWAP, ASM, PER_GROUP)
+            else:
+                for g in tl.static_range(GROUPS):
+                    there = col_ok
+                    if not EVEN_K:
+                        there = there & (c * 0 < n_inner - (first + g) * GROUP)
+                    acc = _with_group(
+                        acc, words, x0, x1, x2, x3, x4, x5, x6, x7, word, s_tile, z_tile, zero,
+                        first + g, g, there, GROUP, HAS_ZERO, SWAP, ASM, PER_GROUP)
+                    if SILU:
+                        up = _with_group(
+                            up, up_words, x0, x1, x2, x3, x4, x5, x6, x7, word,
+                            s_tile + up_rows * stride_s, z_tile + up_rows * stride_s, up_zero,
+                            first + g, g, there, GROUP, HAS_ZERO, SWAP, ASM, PER_GROUP)
     if GROUP == 0:
         acc = _scaled(acc, scale, SWAP)
         if SILU:
@@ -331,10 +335,22 @@ def _moe_w4a16_gemm_tile(
     if TOP_K > 0:
         source = ids // TOP_K
     x_rows = x_ptr + source.to(tl.int64) * stride_x
-    acc, up = _expert_sums_of_words(
-        x_rows, x_step, row_ok, w_ptr, s_ptr, z_ptr, expert * n_weights + col0, n_out, stride_w,
-        stride_s, n_out - col0, n_inner, GROUP, HAS_ZERO, SILU, EVEN_K, EVEN_N, DIRECT, SWAP, ASM,
-        BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+    w_row = expert * n_weights + col0
+    if SILU and ASCEND:
+        # One after the other: the code of both at once takes minutes to compile.
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for half in range(2):
+            acc = up
+            up, _ = _expert_sums_of_words(
+                x_rows, x_step, row_ok, w_ptr, s_ptr, z_ptr, w_row + half * n_out, n_out, stride_w,
+                stride_s, n_out - col0, n_inner, GROUP, HAS_ZERO, False, EVEN_K, EVEN_N, ASCEND,
+                DIRECT, SWAP, ASM, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+    else:
+        acc, up = _expert_sums_of_words(
+            x_rows, x_step, row_ok, w_ptr, s_ptr, z_ptr, w_row, n_out, stride_w, stride_s,
+            n_out - col0, n_inner, GROUP, HAS_ZERO, SILU, EVEN_K, EVEN_N, ASCEND, DIRECT, SWAP,
+            ASM, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
     _store(
         acc, up, rows, row_ok, source, ids, cols, n_out, 0, s_ptr, tw_ptr, tw_ptr, out_ptr,
         stride_o, n_out, False, False, SILU, ROW_WEIGHT)
@@ -749,8 +765,10 @@ def _portable_config(problem: Problem, dev: Device) -> Config:
         "num_warps": max(1, config["BLOCK_N"] // 16),
         "num_stages": 4,
     }
+    if config["BLOCK_M"] > 16 or p["group"] < min(128, p["k"]):  # groups are products of their own
+        config["BLOCK_K"] = 128
     if config["BLOCK_M"] > 16:
-        config |= {"BLOCK_K": 128, "num_warps": 4}
+        config["num_warps"] = 4
     while config["num_stages"] > 1 and _shared_bytes(config, problem) > dev.local_mem_bytes:
         config["num_stages"] -= 1
     return config
@@ -782,7 +800,7 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return f"variant portable has BLOCK_K of 128 or more, got {k}"
     if not dev.registers:
         # Huawei's compiler is the judge; as in w4a16_gemm, whose tiles these are.
-        if m < 16 or m * both > 32 * 64 or both * k > 64 * 128:
+        if m < 16 or m * both > 32 * 64 or config["BLOCK_N"] * k > 64 * 128:
             return f"tiles of {m} rows, {both} columns and {k} terms overflow UB, or are too small"
         return None
     if m < 16 and not config["SWAP"]:
