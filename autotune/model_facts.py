@@ -30,6 +30,7 @@ class ModelFacts:
     # (all, chosen by a token, width of one) where fused_moe has them
     experts: tuple[int, int, int] | None = None
     quantised: bool = False  # its linear layers are not of 16 bits
+    quantised_experts: bool = False  # nor are the experts, in no layer
 
 
 def read_facts(path: Path) -> ModelFacts:
@@ -96,6 +97,7 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         dtype=_DTYPES[dtype],
         experts=_fused_experts(config),
         quantised=config.get("quantization_config") is not None,
+        quantised_experts=_quantises_experts(config.get("quantization_config")),
     )
 
 
@@ -157,6 +159,12 @@ def _fused_experts(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
     names = (named, "num_experts_per_tok", "moe_intermediate_size")
     experts, chosen, width = (_size(config, name) for name in names)
     return experts, chosen, width
+
+
+def _quantises_experts(given: Any) -> bool:
+    """Whether a ``quantization_config`` is there and leaves no experts out by their name."""
+    ignored = given.get("ignore") if isinstance(given, Mapping) else None
+    return given is not None and "experts" not in str(ignored)
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

@@ -147,7 +147,10 @@ def _product(
 
 
 def _experts(facts: ModelFacts, step: Step) -> list[tuple[str, dict[str, Any]]]:
-    """What ``fused_moe`` launches: the route of all tokens, the rest a chunk of them at a time."""
+    """What ``fused_moe`` launches: the route of all tokens, the rest a chunk of them at a time.
+
+    Products of quantised experts are not derived.
+    """
     if facts.experts is None:
         return []
     experts, top_k, width = facts.experts
@@ -159,11 +162,11 @@ def _experts(facts: ModelFacts, step: Step) -> list[tuple[str, dict[str, Any]]]:
         ("moe_route", {"tokens": step.tokens, **choice, **dtype})
     ]
     for tokens in (n for n in chunks if n <= step.tokens):
-        products = {"tokens": tokens, **choice, **hidden, "intermediate": width, **dtype}
+        sizes = {"tokens": tokens, **choice, **hidden, "intermediate": width, **dtype}
+        products = [("moe_gemm", sizes), ("moe_gemm", {**sizes, "down": True})]
         found += [
             ("moe_dispatch", {"tokens": tokens, **choice}),
-            ("moe_gemm", products),
-            ("moe_gemm", {**products, "down": True}),
+            *([] if facts.quantised_experts else products),
             ("moe_combine", {"tokens": tokens, **hidden, "top_k": top_k, **dtype}),
         ]
     return found

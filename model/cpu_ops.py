@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from model.quantized_matrix import PackedMatrix
 from tkernels import reference
 from tkernels.ops.masked_gemm import runs_high_ref
 from tkernels.reference import (
@@ -141,6 +142,9 @@ def _multiply(
         rows, into = x[begin:end], out[begin:end]
         if scale is None:
             torch.mm(rows, weight[expert].t(), out=into)
+        elif weight.dtype == torch.int32:  # codes of 4 bits
+            matrix = PackedMatrix(weight[expert], scale[expert], 4, 8 * weight.shape[2])
+            into.copy_(rows.float() @ matrix.values(torch.float32).t())
         else:
             into.copy_(masked_gemm(rows, weight[expert], scale[expert], high=high))
 

@@ -12,12 +12,13 @@ The folder that is written has the ``compressed-tensors`` layout. Of the schemes
 all round to the nearest code. lm_head, the embedding, norms, biases and routers stay as they are,
 and so do the layers that --sensitive names, each with those that are computed together with it (q,
 k and v; gate and up; all experts of a layer: a file may name one of their matrices, such as
-model.layers.3.mlp.experts.7.up_proj, or model.layers.3.mlp.experts). w4a16 leaves experts as they
-are, for whose product 4-bit weights are not known here. Quantised experts are written one by one;
-those of a layer that stay as they are in one tensor, since transformers 5 reads them only so beside
-quantised layers. Of experts in w8a8 it reads none, of those in w8a16 all. Tensors keep the type in
-which the checkpoint stores them; those of a GGUF file become bfloat16, and if they were quantised
-there, they are quantised a second time.
+model.layers.3.mlp.experts.7.up_proj, or model.layers.3.mlp.experts). --keep-experts leaves all
+experts alone. w4a16 does so with experts some of whose inputs 32 does not divide: their product has
+no smaller groups. Quantised experts are written one by one; those of a layer that stay as they are
+in one tensor, since transformers 5 reads them only so beside quantised layers. Of experts in w8a8
+it reads none, of those in w8a16 and w4a16 all. Tensors keep the type in which the checkpoint stores
+them; those of a GGUF file become bfloat16, and if they were quantised there, they are quantised a
+second time.
 
 --smooth moves the outliers of activations into weights before (SmoothQuant): channel j of a norm's
 output is divided by max|x_j|^alpha / max|W_j|^(1 - alpha), rounded to a power of two so that this
@@ -34,7 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.quantize_plan import GROUPS, SCHEMES, make_plan, read_sensitive
+from model.quantize_plan import GROUPS, SCHEMES, all_experts, make_plan, read_sensitive
 from model.quantize_write import check_out, replacing, write_folder
 from model.smooth import activation_maxima, smoothing_factors
 
@@ -72,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="FILE",
         help="leave alone the layers that python -m model.sensitivity flagged in it",
     )
+    add("--keep-experts", action="store_true", help="leave experts alone, quantise all else")
     add("--smooth", type=float, metavar="ALPHA", help="w8a8: above 0 and below 1, such as 0.5")
     add(
         "--text",
@@ -118,6 +120,12 @@ def _quantize(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"{args.model}: expected an unquantised checkpoint, got a quantised one")
     check_names(config, source)
     sensitive = set() if args.sensitive is None else read_sensitive(args.sensitive, config)
+    if args.keep_experts:
+        if config.mixture is None:
+            raise ValueError(
+                f"--keep-experts: expected a network with experts, got a dense {config.model_type}"
+            )
+        sensitive |= {all_experts(layer) for layer in config.mixture.layers}
     plan = make_plan(config, args.scheme, sensitive)
     if not plan.schemes and not plan.experts:
         raise ValueError(f"--sensitive {args.sensitive}: expected layers to quantise, got none")
@@ -139,6 +147,7 @@ def _quantize(args: argparse.Namespace) -> dict[str, Any]:
             counts = write_folder(checkpoint, folder, plan, factors, lambda: bar.advance(row))
     num_experts = config.mixture.num_experts if config.mixture else 0
     groups = {name: scheme.group for name, scheme in plan.schemes.items() if scheme.group}
+    groups |= {all_experts(i): scheme.group for i, scheme in plan.experts.items() if scheme.group}
     return {
         "out": str(args.out),
         "scheme": args.scheme,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 SCHEMES = ("w8a8", "w8a16", "w4a16")
 GROUPS = (128, 64, 32, 16, 8)  # inputs that share a scale in w4a16: the first that divides
+LEAST_EXPERT_GROUP = 32  # of those, the smallest that fused_moe multiplies
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ def all_experts(layer: int) -> str:
 def make_plan(config: ModelConfig, scheme: str | None, sensitive: Collection[str]) -> Plan:
     """Schemes of all layers but ``sensitive`` ones and those computed together with them.
 
-    All experts of a layer are computed together. w4a16 takes none: their product has no 4 bits.
+    All experts of a layer are computed together. w4a16 takes those whose inputs, of up and of down,
+    32 divides, both in the same groups: transformers 5.24 reads no others.
 
     Args:
         scheme: one of ``SCHEMES``; None keeps all as they are.
@@ -82,8 +85,11 @@ def make_plan(config: ModelConfig, scheme: str | None, sensitive: Collection[str
             schemes |= {name: _scheme(scheme, name, inputs) for name, (_, inputs) in group.items()}
     for layer, matrices in expert_layers(config).items():
         named = all_experts(layer) in sensitive or any(name in sensitive for name in matrices)
-        if scheme is None or scheme == "w4a16" or named:
+        common = math.gcd(*(k for _, k in matrices.values()))
+        if scheme is None or named or (scheme == "w4a16" and common % LEAST_EXPERT_GROUP):
             kept_experts.append(layer)
+        elif scheme == "w4a16":
+            experts[layer] = _scheme(scheme, all_experts(layer), common)
         else:
             (experts[layer],) = {_scheme(scheme, name, k) for name, (_, k) in matrices.items()}
     return Plan(schemes, tuple(kept), experts, tuple(kept_experts))
@@ -109,10 +115,14 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
     """The ``quantization_config`` of a plan; routers, lm_head and what is kept are ignored."""
     from model.compressed import describe
 
-    by_scheme: dict[Scheme, list[str]] = {scheme: [] for scheme in plan.experts.values()}
+    by_scheme: dict[Scheme, list[str]] = {}
+    for scheme in plan.experts.values():
+        by_scheme[scheme] = [r"experts\.\d+\.\w+"]
     for name, scheme in plan.schemes.items():
         kinds = by_scheme.setdefault(scheme, [])
-        if (kind := name.rpartition(".")[2]) not in kinds:
+        # A dense layer's down_proj has other inputs than an expert's.
+        kind = r"\.".join(name.split(".")[-2 if plan.experts else -1 :])
+        if kind not in kinds:
             kinds.append(kind)
     groups: list[tuple[list[str], Scheme]] = [(["Linear"], scheme) for scheme in by_scheme]
     if len(groups) > 1:  # groups of other sizes: inputs of a kind are the same in all layers

@@ -55,6 +55,18 @@ class Int8Experts:
 
 
 @dataclass(frozen=True)
+class Int4Experts:
+    """[E, N, K], a matrix an expert: weight[e, n, k] = code[e, n, k] * scale[e, n, k // group]."""
+
+    packed: torch.Tensor  # int32 [E, N, K / 8], as model.compressed.pack has it
+    scale: torch.Tensor  # [E, N, K / group], fp32 or the activations' dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + self.scale.nbytes
+
+
+@dataclass(frozen=True)
 class PackedMatrix:
     """[N, K]: weight[n, k] = code[n, k] * scale[n, k // group], 8 or 4 bits a code."""
 

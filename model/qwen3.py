@@ -20,7 +20,7 @@ import tkernels
 from model.block_matrix import Matrix
 from model.config import ModelConfig
 from model.kv_cache import AttnMetadata, KVCache, SdpaIndices
-from model.quantized_matrix import Int8Experts, Weight, multiplies_codes, product
+from model.quantized_matrix import Int4Experts, Int8Experts, Weight, multiplies_codes, product
 from tkernels import skinny_linear_rows
 from tkernels.kv_format import QuantizedKV, read_positions
 
@@ -142,24 +142,28 @@ def normed_sum(
 class Experts:
     """The MLPs of a sparse layer: ``router`` picks ``top_k`` of E for each token.
 
-    Where both projections are int8, both are W8A8 or both W8A16.
+    Where both projections are quantised, both are W8A8, or both W8A16, or both W4A16.
     """
 
     router: Tensor  # [E, H]
-    gate_up_proj: Tensor | Int8Experts  # [E, 2 I, H]: gate_proj | up_proj of each expert
-    down_proj: Tensor | Int8Experts  # [E, H, I]
+    # [E, 2 I, H]: gate_proj | up_proj of each expert
+    gate_up_proj: Tensor | Int8Experts | Int4Experts
+    down_proj: Tensor | Int8Experts | Int4Experts  # [E, H, I]
     top_k: int
     renormalize: bool  # the weights of a token's experts add up to 1
 
     def __call__(self, x: Tensor, ops: Any) -> Tensor:
         """[T, H] -> [T, H]."""
-        int8: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         weights = []
         for name in ("gate_up", "down"):
             weight = getattr(self, f"{name}_proj")
             if isinstance(weight, Int8Experts):
-                int8 |= {f"{name}_scale": weight.scale, "high": not weight.quantized_activations}
+                more |= {f"{name}_scale": weight.scale, "high": not weight.quantized_activations}
                 weight = weight.codes
+            elif isinstance(weight, Int4Experts):
+                more[f"{name}_scale"] = weight.scale
+                weight = weight.packed
             weights.append(weight)
         y: Tensor = ops.fused_moe(
             x,
@@ -167,7 +171,7 @@ class Experts:
             *weights,
             top_k=self.top_k,
             renormalize=self.renormalize,
-            **int8,
+            **more,
         )
         return y
 

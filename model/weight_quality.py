@@ -8,7 +8,8 @@ on the CPU. The first --tokens tokens of the text are cut into windows of --cont
 context of its own.
 Every row is written by ``model.quantize`` into a temporary folder and read back. Rows are computed
 in fp32; the last one shows the 16-bit checkpoint in 16 bits. --sensitive adds a row of w8a8 without
-the layers that ``python -m model.sensitivity`` flagged.
+the layers that ``python -m model.sensitivity`` flagged. Of a network with experts one row of w4a16
+leaves these in 16 bits.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def make_rows(
     import torch
 
     from model.checkpoint import open_checkpoint
-    from model.quantize_plan import make_plan
+    from model.quantize_plan import all_experts, make_plan
     from model.quantize_write import write_folder
     from model.smooth import smoothing_factors
     from model.weights import load_model
@@ -71,6 +72,9 @@ def make_rows(
         ("w8a16", "w8a16", nothing, False),
         ("w4a16", "w4a16", nothing, False),
     ]
+    if checkpoint.config.mixture is not None:
+        experts = {all_experts(layer) for layer in checkpoint.config.mixture.layers}
+        wanted.append(("w4a16, experts in 16 bits", "w4a16", experts, False))
     if sensitive is not None:
         wanted[2:2] = [("w8a8, sensitive", "w8a8", sensitive, False)]
         wanted[4:4] = [(f"w8a8, both, smooth {alpha:g}", "w8a8", sensitive, True)]

@@ -16,8 +16,8 @@ from model import block_matrix
 from model.block_matrix import BlockMatrix, Matrix
 from model.compressed import Scheme
 from model.config import ModelConfig
-from model.quantized_matrix import Int8Experts, Part, Parts, Weight
-from model.quantized_weights import read_experts, read_matrix
+from model.quantized_matrix import Int4Experts, Int8Experts, Part, Parts, Weight
+from model.quantized_weights import read_experts, read_matrix, read_packed_experts
 from model.qwen3 import Experts, Layer, Linear, Model
 from model.sources import Source
 from model.threads import cpu_threads
@@ -31,7 +31,7 @@ class Parameter:
     experts: int = 0  # above 0: it becomes [experts, rows, columns]
 
 
-Found = Weight | Int8Experts  # what a parameter becomes
+Found = Weight | Int8Experts | Int4Experts  # what a parameter becomes
 
 
 def layer_table(config: ModelConfig, index: int) -> dict[str, Parameter]:
@@ -223,12 +223,12 @@ def _vector(parameter: Found) -> torch.Tensor:
 
 
 def _weight(parameter: Found) -> Weight:
-    assert not isinstance(parameter, Int8Experts)
+    assert not isinstance(parameter, Int8Experts | Int4Experts)
     return parameter
 
 
-def _stack(parameter: Found) -> torch.Tensor | Int8Experts:
-    assert isinstance(parameter, torch.Tensor | Int8Experts)
+def _stack(parameter: Found) -> torch.Tensor | Int8Experts | Int4Experts:
+    assert isinstance(parameter, torch.Tensor | Int8Experts | Int4Experts)
     return parameter
 
 
@@ -264,6 +264,10 @@ def _read(
     schemes = [_scheme(config, source, name, shape) for name, shape in parameter.sources]
     quantised = [scheme for scheme in schemes if scheme is not None]
     if parameter.experts and quantised:
+        if quantised[0].bits == 4:  # then all are of that scheme
+            return read_packed_experts(
+                parameter.sources, quantised[0], parameter.experts, source, dtype, device
+            )
         return read_experts(parameter.sources, quantised, parameter.experts, source, device)
     if len(set(schemes)) == 1:
         return read(parameter, schemes[0])
@@ -298,17 +302,32 @@ def _scheme(
             f"{source.where}: expected routers that are not quantised, got one of {scheme.words}: "
             f"{layer}"
         )
-    if scheme.bits != 8 or scheme.group is not None:
+    if not _takes_experts(scheme, shape[1]):
         raise ValueError(
-            f"{source.where}: expected experts in 16 bits or in int8 with a scale a channel (W8A8 "
-            f"or W8A16), got {scheme.words} for {layer}"
+            f"{source.where}: expected experts in 16 bits, in int8 with a scale a channel (W8A8 or "
+            "W8A16), or in 4 bits with a scale a channel or for 32, 64, 128.. inputs, got "
+            f"{scheme.words} for {layer}"
+        )
+    if scheme.bits == 4 and shape[1] % 8:
+        raise ValueError(
+            f"{source.where}: expected experts in 4 bits to have inputs that divide by 8, got "
+            f"{shape[1]} for {layer}"
         )
     return scheme
 
 
+def _takes_experts(scheme: Scheme, inputs: int) -> bool:
+    """Whether ``fused_moe`` multiplies experts with codes and scales like these."""
+    size = inputs if scheme.group is None else scheme.group
+    if scheme.bits == 8:
+        return scheme.group is None
+    return size == inputs or (size >= 32 and size & (size - 1) == 0)
+
+
 def _check_experts(config: ModelConfig, source: Source, table: dict[str, Parameter]) -> None:
     """Refuses a layer whose experts one call of ``fused_moe`` cannot take."""
-    int8: dict[str, str] = {}  # words of a scheme: the first matrix in it
+    # Words of a scheme: the first matrix in it. Two projections may have groups of two sizes.
+    quantised: dict[str, str] = {}
     for parameter in table.values():
         if not parameter.experts:
             continue
@@ -318,8 +337,8 @@ def _check_experts(config: ModelConfig, source: Source, table: dict[str, Paramet
             words = "16 bits" if scheme is None else scheme.words
             kinds.setdefault(words, name.removesuffix(".weight"))
             if scheme is not None:
-                int8.setdefault(words, kinds[words])
-        for several in (kinds, int8):
+                quantised.setdefault(words.partition(" ")[0], kinds[words])
+        for several in (kinds, quantised):
             if len(several) > 1:
                 (one, first), (other, second) = list(several.items())[:2]
                 raise ValueError(

@@ -73,6 +73,11 @@ OTHERS: dict[str, dict[str, Any]] = {
         hidden_size=48, num_attention_heads=8, num_key_value_heads=1, head_dim=64,
         attention_bias=False, tie_word_embeddings=True,
     ),
+    "qwen3_moe-32": dict(  # experts whose inputs 64 and 32 divide, a dense layer with other ones
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=128, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=96,
+        norm_topk_prob=True, mlp_only_layers=[0], tie_word_embeddings=True,
+    ),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import Launched, stand_in
+from unstacked import experts_of, values
 
 import tkernels
 from bench import roofline
@@ -21,7 +23,7 @@ from bench.roofline import Roof
 from model import graph
 from model.engine import GREEDY, Engine
 from model.quantize_plan import SCHEMES
-from model.quantized_matrix import Int8Experts, Int8Matrix, PackedMatrix
+from model.quantized_matrix import Int4Experts, Int8Experts, Int8Matrix, PackedMatrix
 from model.qwen3 import Model
 from model.runner import Runner
 from model.threads import cpu_threads
@@ -117,9 +119,39 @@ def test_random_quantised_weights(name: str, scheme: str) -> None:
     assert values.shape == (128, 48)
     assert float(values.std()) == pytest.approx(0.02, rel=0.1)
     experts = model.layers[0].experts
-    if experts is not None:  # those stay in 16 bits beside 4-bit attention
+    if experts is not None:  # those stay in 16 bits beside 4-bit attention: 32 does not divide 48
         assert isinstance(experts.gate_up_proj, Int8Experts) == (scheme != "w4a16")
     assert model.bytes_per_step < tiny(name).bytes_per_step / 2
+
+
+def test_random_experts_in_four_bits() -> None:
+    plain = dataclasses.replace(shapes.config_of("tiny-moe"), hidden_size=64)
+    config = shapes.quantised(plain, "w4a16")
+    model = shapes.random_model(config, seed=0, dtype=torch.bfloat16, device=CPU)
+    found = experts_of(model, 1)
+    assert isinstance(found.gate_up_proj, Int4Experts)
+    assert isinstance(found.down_proj, Int4Experts)
+    assert found.gate_up_proj.packed.shape == (8, 2 * 32, 64 // 8)
+    assert found.gate_up_proj.scale.dtype == torch.bfloat16
+    for weight in (found.gate_up_proj, found.down_proj):
+        assert float(values(weight).std()) == pytest.approx(0.02, rel=0.1)
+    one = 3 * 32 * 64 // 2 + 2 * 3 * 32 * 64 // 32
+    assert shapes.expert_bytes(model) == one
+    assert found.bytes_per_token == 2 * 8 * 64 + 2 * one
+    everything = shapes.weight_bytes(model, 16)
+    assert everything == model.bytes_per_step + 12 * one
+    # What it computes is what it was, of numbers in 16 bits.
+    assert shapes.step_flops(config, 1, 5) == shapes.step_flops(plain, 1, 5)
+
+
+def test_published_experts_have_groups_of_128() -> None:
+    config = shapes.quantised(shapes.config_of("qwen3-30b-a3b"), "w4a16")
+    assert config.quantization is not None
+    for name in ("experts.0.up_proj", "experts.127.down_proj"):
+        scheme = config.quantization.scheme_of(f"model.layers.47.mlp.{name}")
+        assert scheme is not None
+        assert scheme.words == "W4A16 in groups of 128"
+    assert config.quantization.scheme_of("model.layers.47.mlp.gate") is None
 
 
 # ---- figures by hand ---------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from bench.model.moe import Experts, Inputs, Load
 from bench.model.moe_peers import PEERS, Peer
 from bench.model.shapes import config_of
 from bench.roofline import Roof
+from model import compressed
 from model.threads import cpu_threads
 from tkernels import device, testing
 
@@ -40,9 +41,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @functools.cache
-def tiny(int8: bool = False) -> Experts:
-    plain = moe.random_experts(config_of("tiny-moe"), 0, CPU)
-    return moe.in_int8(plain) if int8 else plain
+def tiny(weights: str = "bf16") -> Experts:
+    return moe.in_format(moe.random_experts(config_of("tiny-moe"), 0, CPU), weights)
 
 
 def given(tokens: int, routing: str = "uniform", **more: Any) -> list[Inputs]:
@@ -90,8 +90,29 @@ def test_load() -> None:
 
 def test_bytes_and_operations() -> None:
     assert tiny().expert_bytes == 2 * 3 * 32 * 48
-    assert tiny(True).expert_bytes == 3 * 32 * 48 + 4 * (2 * 32 + 48)
-    assert tiny().flops(5) == tiny(True).flops(5) == 2 * 5 * 2 * 3 * 32 * 48
+    assert tiny("w8a8").expert_bytes == 3 * 32 * 48 + 4 * (2 * 32 + 48)
+    assert tiny("w4a16").expert_bytes == 3 * 32 * 48 / 2 + 2 * (2 * 32 + 48)
+    for weights in moe.FORMATS:
+        assert tiny(weights).flops(5) == 2 * 5 * 2 * 3 * 32 * 48
+
+
+def test_four_bits_are_the_same_weights() -> None:
+    """In groups of 128 where that divides the inputs; the largest step is that of a group."""
+    config = dataclasses.replace(config_of("tiny-moe"), hidden_size=256)
+    plain = moe.random_experts(config, 0, CPU)
+    found = moe.in_int4(plain)
+    assert found.gate_up_scale is not None
+    assert found.gate_up_scale.shape == (8, 64, 2)
+    for packed, scale, weight in (
+        (found.gate_up, found.gate_up_scale, plain.gate_up),
+        (found.down, found.down_scale, plain.down),
+    ):
+        assert scale is not None
+        codes = torch.stack([compressed.unpack(one, 4, weight.shape[2]) for one in packed])
+        groups = codes.view(*scale.shape, -1)
+        error = (groups * scale.float()[..., None]).view(weight.shape) - weight.float()
+        assert bool((error.view(groups.shape).abs() <= 0.55 * scale.float()[..., None]).all())
+        assert (int(codes.min()), int(codes.max())) == (-8, 7)
 
 
 def test_figures_by_hand() -> None:
@@ -101,7 +122,7 @@ def test_figures_by_hand() -> None:
         ("bf16", "torch"): [6.0],
         ("w8a8", "tkernels"): [2.0, 1.0],
     }
-    rows = moe_command.figures(samples, {"bf16": tiny(), "w8a8": tiny(True)}, shared, ROOF)
+    rows = moe_command.figures(samples, {"bf16": tiny(), "w8a8": tiny("w8a8")}, shared, ROOF)
     ours, peer, int8 = rows
     assert (ours["us"], ours["least_us"], ours["rounds"]) == (3, 1, 5)
     assert (ours["q10_us"], ours["q90_us"]) == pytest.approx((1.4, 4.6))
@@ -193,8 +214,9 @@ def test_vllm_is_called_as_it_asks(int8: bool, monkeypatch: pytest.MonkeyPatch) 
     assert PEERS["vllm"].why_not() is None
     assert PEERS["vllm"].about() == "1.2: a part of it"
     (one,) = given(5)
-    got = PEERS["vllm"].make(tiny(int8))(one)
-    testing.assert_close(got, moe.expected(tiny(int8), one).float(), what="vllm", factor=3)
+    experts = tiny("w8a8" if int8 else "bf16")
+    got = PEERS["vllm"].make(experts)(one)
+    testing.assert_close(got, moe.expected(experts, one).float(), what="vllm", factor=3)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -258,19 +280,20 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["roof"]["copy_gbps"] == 2
     rows = found["rows"]
     assert [(r["weights"], r["provider"]) for r in rows] == [
-        ("bf16", "tkernels"), ("bf16", "torch"), ("w8a8", "tkernels")
+        ("bf16", "tkernels"), ("bf16", "torch"), ("w8a8", "tkernels"), ("w4a16", "tkernels")
     ]  # fmt: skip
     for row in rows:
         assert (row["shape"], row["tokens"], row["routing"]) == ("tiny-moe", 3, "zipf")
         assert (row["rounds"], row["inputs"]) == (1, 2)
         assert 2 <= row["experts"] <= 6
         assert row["least_us"] <= row["us"] <= row["q90_us"]
-        assert row["bytes"] == row["experts"] * tiny(row["weights"] == "w8a8").expert_bytes
+        assert row["bytes"] == row["experts"] * tiny(row["weights"]).expert_bytes
     assert rows[0]["of_torch"] == pytest.approx(rows[0]["us"] / rows[1]["us"])
-    assert rows[2]["of_bf16"] == pytest.approx(rows[2]["us"] / rows[0]["us"])
+    for row in rows[2:]:
+        assert row["of_bf16"] == pytest.approx(row["us"] / rows[0]["us"])
     assert rows[1]["about"] == torch.__version__
     said = capsys.readouterr().out
-    assert len([line for line in said.splitlines() if " zipf " in line]) == 3
+    assert len([line for line in said.splitlines() if " zipf " in line]) == 4
     assert "on a CPU these times mean nothing" in said
     assert "this run's own copy bandwidth, 2 GB/s" in said
 
@@ -312,7 +335,8 @@ def test_peers_of_several_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert main([*SMALL, "--peers", "vllm", "--json", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(r["weights"], r["provider"]) for r in rows] == [
-        ("bf16", "tkernels"), ("bf16", "vllm"), ("w8a8", "tkernels"), ("w8a8", "vllm")
+        ("bf16", "tkernels"), ("bf16", "vllm"), ("w8a8", "tkernels"), ("w8a8", "vllm"),
+        ("w4a16", "tkernels"),
     ]  # fmt: skip
     assert rows[3]["of_bf16"] == pytest.approx(rows[3]["us"] / rows[1]["us"])
     assert rows[3]["about"] == "1.2: a part of it"
@@ -364,7 +388,7 @@ def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("--shape qwen3-8b", "--shape must be of qwen3-30b-a3b, tiny-moe, got 'qwen3-8b'"),
         ("--tokens 0", "--tokens must be whole numbers >= 1 like 1,16, got '0'"),
         ("--routing even", "--routing must be of uniform, zipf, got 'even'"),
-        ("--weights fp8", "--weights must be of bf16, w8a8, got 'fp8'"),
+        ("--weights fp8", "--weights must be of bf16, w8a8, w4a16, got 'fp8'"),
         ("--peers cutlass", "--peers must be of torch, vllm, triton_kernels, got"),
         ("--seed -1", "--seed must be 0 or more, got -1"),
         ("--json /proc/none/rows.json", "/proc/none/rows.json must be a writable file"),
@@ -385,5 +409,5 @@ def test_command_on_a_gpu(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())["rows"]
     assert [(r["weights"], r["provider"], r["method"]) for r in rows] == [
         ("bf16", "tkernels", "graph"), ("bf16", "torch", "events"),
-        ("w8a8", "tkernels", "graph"),
+        ("w8a8", "tkernels", "graph"), ("w4a16", "tkernels", "graph"),
     ]  # fmt: skip

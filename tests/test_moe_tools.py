@@ -181,7 +181,9 @@ def test_statistics_of_a_dense_network_are_refused(tmp_path: Path, capsys: Any) 
 # ---- the other tools -----------------------------------------------------------------------------
 
 
-def test_four_bits_leave_experts_alone(base: Path, tmp_path: Path, capsys: Any) -> None:
+def test_four_bits_leave_experts_of_other_inputs_alone(
+    base: Path, tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "out"
     argv = ["--model", str(base), "--scheme", "w4a16", "--out", str(out)]
     assert quantize.main([*argv, "--json"]) == 0

@@ -589,6 +589,25 @@ def test_experts_are_those_that_fused_moe_has() -> None:
         facts_of({**CONFIG, **experts, "num_experts": 128, "num_experts_per_tok": None})
 
 
+def test_products_of_quantised_experts_are_not_derived(tmp_path: Path) -> None:
+    """Those of layers whose experts are left out are."""
+    experts = {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "model_type": "qwen3_moe"}
+    config = {**CONFIG, **experts, "num_experts": 128}
+    scheme = {"quant_method": "compressed-tensors", "ignore": ["lm_head", r"re:.*\.mlp\.gate$"]}
+    kept = {**scheme, "ignore": [*scheme["ignore"], r"re:.*\.layers\.(0)\.mlp\.experts\..*"]}
+    for given, derived in ((None, True), (scheme, False), (kept, True)):
+        facts = facts_of({**config, "quantization_config": given})
+        found = {name for name, _ in launches(facts, 4, 64, dev=device.sm_facts(90))}
+        assert {"moe_route", "moe_dispatch", "moe_combine"} <= found
+        assert ("moe_gemm" in found) == derived
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
+    for name in ("moe_gemm", "moe_w4a16_gemm"):
+        with pytest.raises(
+            ValueError, match=rf"not {name} \(its linear layers are quantised: --sh"
+        ):
+            problems.model_tasks([get(name)], tmp_path, [1], [64], "sm90")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

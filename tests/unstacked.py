@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from model.compressed import unpack
-from model.quantized_matrix import Int8Experts
+from model.quantized_matrix import Int4Experts, Int8Experts, PackedMatrix
 from model.qwen3 import Experts, Model
 
 NAME = "qwen3_moe"  # three layers of 5 experts, 2 a token
@@ -28,9 +28,14 @@ def experts_of(model: Model, layer: int) -> Experts:
     return found
 
 
-def values(weight: torch.Tensor | Int8Experts) -> torch.Tensor:
+def values(weight: torch.Tensor | Int8Experts | Int4Experts) -> torch.Tensor:
     if isinstance(weight, Int8Experts):
         return weight.codes.float() * weight.scale[..., None]
+    if isinstance(weight, Int4Experts):
+        each = zip(weight.packed, weight.scale, strict=True)
+        return torch.stack(
+            [PackedMatrix(*one, 4, 8 * one[0].shape[1]).values(torch.float32) for one in each]
+        )
     return weight
 
 
@@ -45,8 +50,11 @@ def stored_weights(folder: Path) -> dict[str, torch.Tensor]:
             if packed is None or size is None:
                 codes = tensors[f"{layer}.weight"]
             else:
-                codes = unpack(packed, 8, int(size[1]))
-            found[layer] = codes.float() * tensors[name]
+                k = int(size[1])
+                codes = unpack(packed, 8 if 4 * packed.shape[1] >= k else 4, k)
+            groups = tensors[name].shape[1]
+            grouped = codes.float().view(len(codes), groups, -1) * tensors[name][..., None]
+            found[layer] = grouped.view(codes.shape)
     return found
 
 

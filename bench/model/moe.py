@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 import tkernels
+from model import compressed
 from model.config import Mixture, ModelConfig
 
-FORMATS = ("bf16", "w8a8")
+FORMATS = ("bf16", "w8a8", "w4a16")
 ROUTINGS = ("uniform", "zipf")
 
 
@@ -34,10 +35,11 @@ class Experts:
 
     top_k: int
     renormalize: bool
-    gate_up: torch.Tensor  # [E, 2 I, H], bf16 or int8
+    gate_up: torch.Tensor  # [E, 2 I, H], bf16 or int8, or int32 [E, 2 I, H / 8]: 4 bits
     down: torch.Tensor  # [E, H, I], like it
-    gate_up_scale: torch.Tensor | None = None  # fp32 [E, 2 I], with int8
-    down_scale: torch.Tensor | None = None  # fp32 [E, H]
+    # With int8 fp32 [E, 2 I] and [E, H], with 4 bits bf16 [E, 2 I, H / group] and [E, H, I / group]
+    gate_up_scale: torch.Tensor | None = None
+    down_scale: torch.Tensor | None = None
 
     @property
     def expert_bytes(self) -> int:
@@ -47,7 +49,8 @@ class Experts:
 
     def flops(self, tokens: int) -> int:
         """Of the products for ``tokens``."""
-        numbers = self.gate_up[0].numel() + self.down[0].numel()
+        each = 8 if self.gate_up.dtype == torch.int32 else 1
+        numbers = each * (self.gate_up[0].numel() + self.down[0].numel())
         return 2 * tokens * self.top_k * numbers
 
 
@@ -92,6 +95,32 @@ def in_int8(experts: Experts) -> Experts:
     return dataclasses.replace(
         experts, gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale
     )
+
+
+def in_int4(experts: Experts) -> Experts:
+    """The same weights as codes of 4 bits, with a scale for 128 inputs, or all of a row."""
+
+    def codes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k = weight.shape[2]
+        scheme = compressed.Scheme(compressed.PACKED, 4, None if k % 128 else 128, False)
+        packed, scales = [], []
+        for one in weight:  # as above
+            found, scale = compressed.quantise(one, scheme, weight.dtype)
+            packed.append(compressed.pack(found, 4))
+            scales.append(scale)
+        return torch.stack(packed), torch.stack(scales)
+
+    (gate_up, gate_up_scale), (down, down_scale) = codes(experts.gate_up), codes(experts.down)
+    return dataclasses.replace(
+        experts, gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale
+    )
+
+
+def in_format(experts: Experts, name: str) -> Experts:
+    """bf16 weights in one of ``FORMATS``."""
+    if name == "bf16":
+        return experts
+    return in_int8(experts) if name == "w8a8" else in_int4(experts)
 
 
 def inputs(

@@ -169,7 +169,7 @@ class Layer:
         tell(f"{name}: weights")
         config = config_of(name)
         plain = moe.random_experts(config, args.seed, device.tensor_device())
-        made = {f: plain if f == "bf16" else moe.in_int8(plain) for f in formats}
+        made = {name: moe.in_format(plain, name) for name in formats}
         return cls(name, config, made, peers, args, document, tell)
 
     def measure(self, tokens: int, routing: str) -> None:
