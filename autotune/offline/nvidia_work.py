@@ -47,7 +47,9 @@ class Work:
 
 
 # Their loops have lengths that nothing here counts yet: no estimate is better than a wrong one.
-UNCOUNTED = ("masked_gemm", "moe_gemm", "paged_attn_quantized", "w4a16_gemm")
+UNCOUNTED = (
+    "masked_gemm", "moe_gemm", "moe_w4a16_gemm", "paged_attn_quantized", "w4a16_gemm",
+)  # fmt: skip
 
 
 def of_launch(kernel: str, problem: Problem, launch: Launch) -> Work:
