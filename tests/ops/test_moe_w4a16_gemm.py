@@ -16,6 +16,7 @@ from tkernels.config import force_config, resolve
 from tkernels.device import sm_facts
 from tkernels.moe_w4a16_cases import moe_w4_inputs, moe_w4_peers, moe_w4_problem
 from tkernels.ops import moe_gemm
+from tkernels.ops import moe_w4a16_gemm as op
 from tkernels.ops.moe_w4a16_gemm import SPEC
 from tkernels.registry import Config, Problem
 from tkernels.testing import assert_close, guarded, poisoned_memory
@@ -61,8 +62,8 @@ def dispatched(ids: list[list[int]], experts: int, dev: torch.device) -> dict[st
 
 
 def config_of(problem: Problem, **changes: Any) -> Config:
-    """The default, tiled as is said; what a device has none of is left out."""
-    default = SPEC.default_config(problem, device.current())
+    """The portable default, tiled as is said; what a device has none of is left out."""
+    default = op._portable_config(problem, device.current())
     space = SPEC.space(device.current())
     config = {**default, **{n: v for n, v in changes.items() if n in space}}
     if device.current().is_npu:
@@ -82,7 +83,7 @@ def assert_right(got: torch.Tensor, inputs: dict[str, Any], rows: int | None = N
     precise = {n: v for n, v in inputs.items() if n != "config"}
     precise["x"] = precise["x"].float()
     truth = tkernels.reference.moe_w4a16_gemm(**precise)
-    assert_close(got[:rows], truth[:rows], what="moe_w4a16_gemm")
+    assert_close(got[:rows], truth[:rows], what="moe_w4a16_gemm", factor=SPEC.tolerance)
 
 
 SMALL = {"BLOCK_N": 16, "BLOCK_K": 128, "num_warps": 1, "num_stages": 2, "variant": "portable"}
@@ -373,12 +374,12 @@ def test_a_piece_fits_the_workspace() -> None:
 
 def test_many_rows_are_of_unpacked_weights() -> None:
     """Where they can be; elsewhere they go by the products of exact weights."""
-    hopper = sm_facts(90)
+    ampere = sm_facts(80)
     for tokens, variant in ((1023, "portable"), (1024, "unpacked")):
         problem = moe_w4_problem(tokens * 2, 128, 8, 1536, 2048)
-        assert SPEC.default_config(problem, hopper)["variant"] == variant
+        assert SPEC.default_config(problem, ampere)["variant"] == variant
     fp32 = moe_w4_problem(4096, 128, 8, 1536, 2048, torch.float16, scale=torch.float32)
-    assert SPEC.default_config(fp32, hopper)["variant"] == "portable"
+    assert SPEC.default_config(fp32, ampere)["variant"] == "portable"
 
 
 def test_a_piece_has_the_config_of_its_share(
@@ -465,13 +466,13 @@ def test_refusals(changes: dict[str, Any], words: str, dev: torch.device) -> Non
 def test_illegal_configs() -> None:
     dev = sm_facts(90)
     problem = moe_w4_problem(64, 128, 8, 1536, 2048)
-    config = SPEC.default_config(problem, dev)
+    config = op._portable_config(problem, dev)
     for changes, words in (
         ({"BLOCK_M": 24}, "BLOCK_M must be a power of two from 8 on"),
         ({"BLOCK_M": 8, "SWAP": False}, "BLOCK_M 8 needs SWAP"),
         ({"BLOCK_K": 64}, "variant portable has BLOCK_K of 128 or more"),
         ({"SLICES": 2}, "variant portable has SLICES 1"),
-        ({"variant": "direct"}, "variant must be portable or unpacked"),
+        ({"variant": "direct"}, "variant must be portable, unpacked, core or wide"),
         ({"variant": "unpacked"}, "variant unpacked has "),
         ({"BLOCK_M": 64, "BLOCK_K": 128, "num_warps": 1}, "the sums of a tile and of a group"),
         ({"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "BLOCK_K": 512, "num_stages": 6},

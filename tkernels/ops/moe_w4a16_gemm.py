@@ -753,17 +753,17 @@ def _space(dev: Device) -> dict[str, list[Any]]:
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
-    """Of many rows an expert weights are unpacked, where they can be and Hopper's bodies cannot."""
+    """Hopper's bodies where they serve; elsewhere, of many rows an expert weights are unpacked."""
     core, wide, unpacked = moe_w4a16_core, moe_w4a16_wide, moe_w4a16_unpacked
     if wide.is_default(problem) and wide.why_unfit(problem, dev) is None:
         return wide.default_config(problem)
+    many = problem["rows"] >= unpacked.LEAST_ROWS * problem["experts"]
+    if many and unpacked.why_unfit(problem, dev) is None:
+        return unpacked.default_config(problem)
     if core.why_unfit(problem, dev) is None:
         config = core.default_config(problem, dev)
         if core.why_illegal(config, problem, dev) is None:
             return config
-    many = problem["rows"] >= unpacked.LEAST_ROWS * problem["experts"]
-    if many and unpacked.why_unfit(problem, dev) is None:
-        return unpacked.default_config(problem)
     return _portable_config(problem, dev)
 
 
