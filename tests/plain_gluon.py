@@ -120,7 +120,7 @@ class Shared:
 
     def __init__(self, memory: torch.Tensor, at: int, dtype: torch.dtype, shape: list[int]) -> None:
         self.memory, self.at, self.dtype, self.shape = memory, at, dtype, shape
-        self.turned = False
+        self.turned, self.layout = False, None
 
     def view(self) -> torch.Tensor:
         size = self.dtype.itemsize
@@ -210,6 +210,7 @@ class Machine:
             program_id=lambda axis: Int(self.program),
             num_programs=lambda axis: Int(self.programs), num_warps=lambda: self.warps,
             where=_where, minimum=_least, maximum=_most, abs=torch.abs, fma=_fma,
+            associative_scan=_scan, exp=torch.exp,
             sum=_sum, max=lambda t, axis: _reduce(t, axis, _most), reduce=_reduce,
             reshape=lambda t, shape: t.reshape(shape), expand_dims=torch.unsqueeze,
             split=_split, join=lambda a, b: block(torch.stack((a, b), -1)),
@@ -412,6 +413,13 @@ def _reduce(t: torch.Tensor, axis: int, combine: Any) -> Block:
     while t.shape[axis] > 1:
         t = combine(*(block(half) for half in t.chunk(2, axis)))
     return block(t.squeeze(axis))
+
+
+def _scan(t: torch.Tensor, axis: int, combine: Any) -> Block:
+    parts = [block(part) for part in t.unbind(axis)]
+    for i in range(1, len(parts)):
+        parts[i] = combine(parts[i - 1], parts[i])
+    return block(torch.stack(parts, axis))
 
 
 def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Block:

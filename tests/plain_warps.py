@@ -67,7 +67,7 @@ class WarpsMachine(Machine):
             MBarrierLayout=lambda: None, init=_set_count, wait=self._until,
             expect=self._expect, arrive=self._arrive,
         )  # fmt: skip
-        self.hopper.warpgroup_mma_wait = lambda _, deps: deps[0].value()
+        self.hopper.warpgroup_mma_wait = _values
 
     # ---- one at a time -------------------------------------------------------------------------
 
@@ -164,6 +164,11 @@ class WarpsMachine(Machine):
     def _product(self, a: Any, b: Shared, acc: Any, is_async: bool) -> Any:
         assert is_async
         return _Late(a, b, acc)
+
+
+def _values(outstanding: int, deps: list[_Late]) -> Any:
+    values = tuple(late.value() for late in deps)
+    return values if len(values) > 1 else values[0]
 
 
 def _set_count(bar: Barrier, count: int) -> None:

@@ -862,6 +862,6 @@ SPEC = register(
         empty_results=_empty_out,
         providers=moe_w4_peers,
         shape=moe_w4_shape,
-        tolerance=2.0,  # of many rows weights are rounded, and a gate times up has both's errors
+        tolerance=3.0,  # of many rows weights are rounded, and a gate times up has both's errors
     )
 )
