@@ -81,7 +81,9 @@ def assert_right(got: torch.Tensor, given: dict[str, Any]) -> None:
     """As the reference has it; what is rounded on the way may be rounded another way: twice."""
     expected = tkernels.reference.fused_moe(**given)
     assert got.dtype == expected.dtype
-    assert_close(got, expected.float(), what="fused_moe", factor=2)
+    # Weights of 4 bits are rounded to 16, too, where rows are many.
+    factor = 3 if given["gate_up_weight"].dtype == torch.int32 else 2
+    assert_close(got, expected.float(), what="fused_moe", factor=factor)
 
 
 @contextlib.contextmanager
