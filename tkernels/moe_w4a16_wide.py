@@ -297,7 +297,7 @@ def _tile(
         _put(up, row0, end, out0 + 128, out_ptr, stride_o, n_out, R)
 
 
-@gluon.jit(do_not_specialize=["n_experts"])
+@gluon.jit(do_not_specialize=["n_steps", "n_experts"])
 def _moe_w4a16_wide_kernel(
     w_desc, high_desc, low_desc, s_ptr, z_ptr,
     tw_ptr,  # fp32, in the order of experts
