@@ -349,13 +349,14 @@ def _moe_gemm_tile(
                     acc, up, rows, row_ok, source, ids, cols, up_rows, expert_row, ws_ptr, xs_ptr,
                     tw_ptr, out_ptr, stride_o, n_out, True, W_SCALE, SILU, ROW_WEIGHT)
             else:
-                acc, up = _expert_sums(
+                # Names of their own: those of both branches would have to be of one type.
+                acc_high, up_high = _expert_sums(
                     x_ptr, hw_ptr, w_row, up_rows, source, row_ok, stride_x, stride_w, n_left,
                     n_inner, tl.float32, SILU, EVEN_K, EVEN_N, SWAP, TMA, ASCEND,
                     BLOCK_M, BLOCK_N, HIGH_K)
                 _store(
-                    acc, up, rows, row_ok, source, ids, cols, up_rows, expert_row, ws_ptr, xs_ptr,
-                    tw_ptr, out_ptr, stride_o, n_out, False, W_SCALE, SILU, ROW_WEIGHT)
+                    acc_high, up_high, rows, row_ok, source, ids, cols, up_rows, expert_row, ws_ptr,
+                    xs_ptr, tw_ptr, out_ptr, stride_o, n_out, False, W_SCALE, SILU, ROW_WEIGHT)
     else:
         if LOW:
             acc, up = _expert_sums(
