@@ -233,6 +233,17 @@ def test_a_layer_of_qwen(way: Config, first: bool, tokens: int, dev: torch.devic
 
 @gpu
 @needs_sm90
+@each_way
+@pytest.mark.parametrize("first", [True, False], ids=["gate_up", "down"])
+@pytest.mark.parametrize("group", [64, 128])
+def test_one_step(way: Config, first: bool, group: int, dev: torch.device) -> None:
+    """Tiles of all heights, of whose loop nothing is left where it is known to have one step."""
+    problem = moe_w4_problem(300, 20, 2, 256, 128, first=first, group=group, routing="zipf")
+    products.are_right(SPEC, [(problem, at_home(way, first))], dev)
+
+
+@gpu
+@needs_sm90
 @pytest.mark.parametrize("first", [True, False], ids=["gate_up", "down"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 def test_wide_is_the_product_of_rounded_weights(

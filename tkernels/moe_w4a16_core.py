@@ -228,7 +228,7 @@ def default_config(problem: Problem, dev: Device) -> Config:
         "num_warps": 2,
         "num_stages": 6,
     }
-    if problem["rows"] <= problem["experts"]:  # a program's latency counts
+    if 2 * problem["rows"] <= problem["experts"]:  # a program's latency counts
         config |= {"SLICES": 4, "num_warps": 4, "BLOCK_N": 32, "BLOCK_K": 64}
         if problem["silu_and_mul"]:
             config |= {"BLOCK_N": 16, "BLOCK_K": 128, "num_stages": 3}
