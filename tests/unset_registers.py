@@ -32,7 +32,9 @@ class _Line:
 def _line(place: str, guard: str | None, op: str, rest: str) -> _Line:
     operands = [operand.strip() for operand in rest.split(",")]
     writes: set[int] = set()
-    if re.match(r"U|R2UR|S2UR|REDUX|CS2UR|LDCU", op) and re.fullmatch(r"UR\d+", operands[0]):
+    if op == "ELECT":  # a predicate, and the lane that it holds in
+        writes, rest = {int(n) for n in re.findall(r"UR(\d+)", rest)}, ""
+    elif re.match(r"U|R2UR|S2UR|REDUX|CS2UR|LDCU", op) and re.fullmatch(r"UR\d+", operands[0]):
         first = int(operands[0][2:])
         writes = {first, first + 1} if _PAIR.search(op) else {first}
         rest = ", ".join(operands[1:])
