@@ -38,6 +38,8 @@ def _line(place: str, guard: str | None, op: str, rest: str) -> _Line:
         first = int(operands[0][2:])
         writes = {first, first + 1} if _PAIR.search(op) else {first}
         rest = ", ".join(operands[1:])
+    if op == "MOV":  # put aside, as registers are whatever they hold, and fetched again by R2UR
+        rest = ""
     # Of a product whose left operand is in registers the pair before has none.
     described = {int(n) + i for n in re.findall(r"gdesc\[UR(\d+)\]", rest) for i in (2, 3)}
     rest = re.sub(r"g?desc\[UR\d+\]", "", rest)
