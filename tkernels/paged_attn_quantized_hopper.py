@@ -10,6 +10,12 @@ power of two so that its largest number is between 4 and 8; weights p * v_scale 
 units of the smallest power of two above all v_scale so far: what that loses of them lies 28 binary
 digits below the largest.
 
+A channel's (static) scale is in q, and in the result behind the loop. q * k_scale is two numbers,
+each with products of its own: of one, the lse is off by 8e-4 where 8e-5 is allowed, and scores with
+a deviation of 15 by so much that bf16 results are, by 2e-2 (in two, 2e-7, and nothing to be seen;
+against fp64, scales of channels over three decades). Weights are p, and up to 8 because the maximum
+is held 3 below the largest score.
+
 Tokens with residuals are few, and anywhere. A step finds those of its keys by two words of bits and
 packs the numbers of their slots into a list of LIST rows, a step before their codes are there, so
 that the pool rows come with the codes. Their own products are small:
@@ -19,6 +25,11 @@ that the pool rows come with the codes. Their own products are small:
 
 If there are more than LIST, the rest takes further rounds, in order. Where half of LIST is enough,
 as it is nearly always, the other half are zeros that nothing is computed for (FEW).
+
+Residuals of static scales are large where a number is beyond what its scale was made for. There a
+residual's unit counts up to 2^12 (e2m1: 24576 steps of a code, e1m2: 7168), and what is larger as
+that; 2^14, which 4-bit codes are brought up by, goes to the one-hot matrix and to the residuals of
+V, so that fp16 holds the other side.
 
 It is written in Gluon. How codes come apart as even and odd channels is told in the portable body;
 here they are also apart by the half of the head that they are in, as residuals are.
@@ -416,7 +427,7 @@ def _add_scores(
     n = gl.arange(0, N, gl.SliceLayout(1, same.type.layout)).to(gl.float16)
     onehot = _equal(n[:, None] + same, key.to(gl.float16)[None, :] + same)
     if STATIC:
-        onehot = onehot * 16384.0
+        onehot = onehot * 16384.0  # 2^14
     onehot = _whole(onehot, False, FEW, left)
     return ampere.mma_v2(onehot, _right_operand(rest, right, FEW), s)
 
@@ -429,7 +440,7 @@ def _add_results(
 ):
     """Results, in four parts [D / 4, R], and what the residuals of listed keys add to them."""
     part: gl.constexpr = LIST // 2 if FEW else LIST
-    codes_in: gl.constexpr = 16384 if STATIC else 1
+    lift: gl.constexpr = 16384.0 if STATIC else 1
     same = _part(gl.full([LIST, N], 0.0, gl.float16, left), True, FEW)
     key = list_s.index(stage * 2 + 1).slice(0, part).load(gl.SliceLayout(1, same.type.layout)) >> 16
     n = gl.arange(0, N, gl.SliceLayout(0, same.type.layout)).to(gl.float16)
@@ -446,14 +457,14 @@ def _add_results(
     a3, b3 = _halves(acc3, True)
     lower = _right_operand(picked * _unit_of(exponents, 0, STATIC)[:, None], right, FEW)
     upper = _right_operand(picked * _unit_of(exponents, 2, STATIC)[:, None], right, FEW)
-    v0, v1, v2, v3 = _decoded(_part(words[0], False, FEW), MANTISSA, codes_in)
+    v0, v1, v2, v3 = _decoded(_part(words[0], False, FEW), MANTISSA, lift)
     a0 = ampere.mma_v2(_whole(v0, False, FEW, left), lower, a0)
     a1 = ampere.mma_v2(_whole(v1, False, FEW, left), lower, a1)
     a2 = ampere.mma_v2(_whole(v2, False, FEW, left), upper, a2)
     a3 = ampere.mma_v2(_whole(v3, False, FEW, left), upper, a3)
     lower = _right_operand(picked * _unit_of(exponents, 1, STATIC)[:, None], right, FEW)
     upper = _right_operand(picked * _unit_of(exponents, 3, STATIC)[:, None], right, FEW)
-    v0, v1, v2, v3 = _decoded(_part(words[1], False, FEW), MANTISSA, codes_in)
+    v0, v1, v2, v3 = _decoded(_part(words[1], False, FEW), MANTISSA, lift)
     b0 = ampere.mma_v2(_whole(v0, False, FEW, left), lower, b0)
     b1 = ampere.mma_v2(_whole(v1, False, FEW, left), lower, b1)
     b2 = ampere.mma_v2(_whole(v2, False, FEW, left), upper, b2)
