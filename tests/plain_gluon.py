@@ -259,7 +259,7 @@ class Machine:
                 elif isinstance(value, torch.Tensor):
                     given.append(Pointer(value, name in self.early))
                 else:
-                    given.append(Int(value))
+                    given.append(value if isinstance(value, float) else Int(value))
             programs = list(range(grid[0]))
             if self.order is not None:
                 self.order.shuffle(programs)

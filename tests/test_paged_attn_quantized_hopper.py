@@ -38,7 +38,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
         ("32/8x64", "int8_fp4", {}, "with residuals 128"),
         ("32/8x128", "int8_fp4", {"residual_block": 16}, "in blocks of 32"),
         ("32/8x96", "int8", {}, "head_dim 64 or 128"),
-        ("32/8x128", "int8_static", {}, "scales of tokens"),
+        ("32/8x64", "int8_static", {}, None),
+        ("32/8x128", "int8_static_fp4", {}, None),
         ("32/8x128", "int8", {"q_lens": (2,)}, "one query a sequence"),
     ],
 )
@@ -71,7 +72,9 @@ def test_why_unfit_elsewhere() -> None:
         (16, 8192, "int8", ("hopper", 32, 6, 3, False)),
         (1, 8192, "int8_fp4", ("hopper", 64, 64, 2, False)),
         (1, 8192, "int8", "portable"),
-        (64, 8192, "int8_static", "portable"),
+        (64, 4096, "int8_static", ("hopper", 32, 1, 3, False)),
+        (64, 4096, "int8_static_fp4", ("hopper", 32, 2, 2, False)),
+        (1, 8192, "int8_static", "portable"),
     ],
 )
 def test_what_the_default_is(batch: int, keys: int, mode: str, expected: Any) -> None:
@@ -109,9 +112,9 @@ def test_what_long_first_needs() -> None:
         problem = problem_of([64] * batch, "32/8x128", BF16, "int8")
         config = {**SPEC.default_config(problem, SM90), "LONG_FIRST": True}
         assert SPEC.why_illegal(config, problem, SM90) is None
-    static = problem_of([64] * 64, "32/8x128", BF16, "int8_static")
-    config = {**SPEC.default_config(static, SM90), "LONG_FIRST": True}
-    assert SPEC.why_illegal(config, static, SM90) == "LONG_FIRST needs variant hopper"
+    other = problem_of([64] * 64, "32/8x96", BF16, "int8_static")
+    config = {**SPEC.default_config(other, SM90), "LONG_FIRST": True}
+    assert SPEC.why_illegal(config, other, SM90) == "LONG_FIRST needs variant hopper"
 
 
 # In a process of its own: here Triton is an interpreter, there it must compile.
@@ -135,6 +138,8 @@ for heads, mode, n, stages, more in [
     ("8/2x128", "int8", 64, 3, {}), ("8/2x128", "int8_fp4", 64, 2, {}),
     ("8/2x128", "int8_fp4", 32, 3, {"window": 40, "softcap": 2.0, "sinks": True}),
     ("16/1x64", "int8", 32, 2, {"block_size": 128}),
+    ("8/2x128", "int8_static", 32, 3, {}), ("8/2x128", "int8_static_fp4", 32, 2, {}),
+    ("8/1x128", "int8_static_fp4", 64, 3, {"window": 40, "softcap": 2.0, "sinks": True}),
 ]:
     problem = problem_of((70, 20), heads, torch.bfloat16, mode, **more)
     config = {**SPEC.default_config(problem, device.current()), "BLOCK_N": n, "num_stages": stages}
@@ -160,7 +165,7 @@ def test_compiled_for_sm90() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(next(x for x in done.stdout.splitlines() if x.startswith("[")))
-    assert len(found) == 4
+    assert len(found) == 7
     for case in found:
         assert case["name"] == "_paged_attn_quantized_hopper_kernel", case
         assert case["spill_bytes"] == 0, case
@@ -180,16 +185,17 @@ needs_sm90 = pytest.mark.skipif(
 @gpu
 @needs_sm90
 @pytest.mark.parametrize("seed", range(8))
-def test_random_problems_and_configs(seed: int, dev: torch.device) -> None:
+@pytest.mark.parametrize("scales", ["int8", "int8_static"])
+def test_random_problems_and_configs(scales: str, seed: int, dev: torch.device) -> None:
     """What is out of sight is NaN, a slot past the pool, or no block at all."""
     rng = random.Random(seed)
     for _ in range(25):
-        mode = rng.choice(("int8", "int8_fp4", "int8_fp4"))
+        mode = scales + rng.choice(("", "_fp4", "_fp4"))
         lengths = (0, 1, 17, 63, 64, 65, 130, 1000, 2000)
-        kv_heads, dim = rng.choice((1, 2, 3)), rng.choice((64, 128)) if mode == "int8" else 128
+        kv_heads, dim = rng.choice((1, 2, 3)), rng.choice((64, 128)) if mode == scales else 128
         problem = problem_of(
             [rng.choice(lengths) for _ in range(rng.choice((1, 2, 5)))],
-            f"{kv_heads * rng.choice((1, 2, 3, 4, 5, 7, 8, 12, 16))}/{kv_heads}x{dim}",
+            f"{kv_heads * rng.choice((1, 2, 3, 4, 5, 6, 7, 8, 12, 16))}/{kv_heads}x{dim}",
             rng.choice((BF16, FP16)),
             mode,
             mantissa_bits=rng.choice((0, 1, 2)),
@@ -234,7 +240,11 @@ def many(mode: str = "int8_fp4", **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("splits", [1, 5])
 @pytest.mark.parametrize(
     ("heads", "mode", "more"),
-    [("4/2x64", "int8", {"window": 40}), ("8/2x128", "int8_fp4", {"sinks": True})],
+    [
+        ("4/2x64", "int8", {"window": 40}),
+        ("8/2x128", "int8_fp4", {"sinks": True}),
+        ("8/2x128", "int8_static_fp4", {}),
+    ],
 )
 def test_long_first_changes_no_bit(
     heads: str, mode: str, more: dict[str, Any], splits: int, dev: torch.device
@@ -263,7 +273,7 @@ def test_long_first_changes_no_bit(
 @gpu
 @needs_sm90
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 1e4, 1e30])
-@pytest.mark.parametrize("mode", ["int8", "int8_fp4"])
+@pytest.mark.parametrize("mode", ["int8", "int8_fp4", "int8_static", "int8_static_fp4"])
 def test_sizes_of_queries(mode: str, size: float, dev: torch.device) -> None:
     """fp16 holds none of these; scales of keys take the size away again."""
     problem = many(mode)
@@ -294,16 +304,69 @@ def test_scales_of_values_far_apart(splits: int, dev: torch.device) -> None:
 
 @gpu
 @needs_sm90
+@pytest.mark.parametrize("mode", ["int8_static", "int8_static_fp4"])
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
+def test_static_scales_over_three_decades(
+    size: float, side: str, mode: str, dev: torch.device
+) -> None:
+    """Of K, the lse tells of a q that one number is too few for."""
+    problem = many(mode, lse=True)
+    inputs = SPEC.make_inputs(problem, dev)
+    generator = torch.Generator(dev).manual_seed(1)
+    spread = 10.0 ** (3 * torch.rand(2, 128, generator=generator, device=dev) - 3)
+    inputs[f"{side}_scale"] = spread / 16 * size
+    if side == "k":
+        inputs["q"] = (inputs["q"].float() / size).to(BF16)
+    config = hopper_config(problem)
+    assert_right(SPEC, inputs, tensors_of(SPEC.launch(**inputs, config=config)))
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("mantissa", [0, 1, 2])
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_residuals_of_what_static_scales_clip(side: str, mantissa: int, dev: torch.device) -> None:
+    """Units of up to 2^12 codes, as of numbers beyond what a scale was made for."""
+    problem = many("int8_static_fp4", mantissa_bits=mantissa)
+    inputs = SPEC.make_inputs(problem, dev)
+    units = inputs[f"{side}_residual_scale"]
+    generator = torch.Generator(dev).manual_seed(2)
+    beyond = torch.rand(units.shape[:2], generator=generator, device=dev) < 0.2
+    drawn = torch.randint(124, 140, units[beyond].shape, generator=generator, device=dev)
+    units[beyond] = drawn.to(torch.uint8)
+    if side == "k":  # so that it takes more than one key to make a result
+        inputs["k_scale"] = inputs["k_scale"] * 2.0 ** (-10 if mantissa else -13)
+    config = hopper_config(problem)
+    assert_right(SPEC, inputs, tensors_of(SPEC.launch(**inputs, config=config)))
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("mode", ["int8_fp4", "int8_static_fp4"])
+def test_a_full_pool_and_all_tokens_outliers(mode: str, dev: torch.device) -> None:
+    problem = problem_of([8192] * 9, "4/1x128", BF16, mode, outliers=1.0)
+    inputs = SPEC.make_inputs(problem, dev)
+    assert inputs["k_residual"].shape[1] == 0xFFFF
+    config = hopper_config(problem)
+    assert_right(SPEC, inputs, tensors_of(SPEC.launch(**inputs, config=config)))
+
+
+@gpu
+@needs_sm90
+@pytest.mark.parametrize("mode", ["int8_fp4", "int8_static_fp4"])
 @pytest.mark.parametrize("block_n", [32, 64])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_lists_of_any_length(dtype: torch.dtype, block_n: int, dev: torch.device) -> None:
+def test_lists_of_any_length(
+    dtype: torch.dtype, block_n: int, mode: str, dev: torch.device
+) -> None:
     """None, half a list and one more, a list and one more, all: of K, of V or of both."""
     counts = (0, 1, 7, 8, 9, 15, 16, 17, 31, 32)
     rng = random.Random(block_n)
     for _ in range(4):
         steps = rng.sample(counts, len(counts))
         problem = problem_of(
-            [block_n * len(steps)] * 3, "24/2x128", dtype, "int8_fp4", outliers=1.0, lse=True
+            [block_n * len(steps)] * 3, "24/2x128", dtype, mode, outliers=1.0, lse=True
         )
         inputs = SPEC.make_inputs(problem, dev)
         for pages in inputs["block_table"].tolist():
@@ -314,16 +377,20 @@ def test_lists_of_any_length(dtype: torch.dtype, block_n: int, dev: torch.device
                     both = rng.choice(("k", "v", "kv")) if key in held else ""
                     for side in set("kv") - set(both):
                         inputs[f"{side}_slots"][pages[block], :, token] = NO_SLOT
-                        inputs[f"{side}_scale"][pages[block], :, token].abs_()
+                        if mode == "int8_fp4":
+                            inputs[f"{side}_scale"][pages[block], :, token].abs_()
         config = {**hopper_config(problem), "BLOCK_N": block_n, "SPLITS": 1}
         assert_right(SPEC, inputs, tensors_of(SPEC.launch(**inputs, config=config)))
 
 
 @gpu
 @needs_sm90
+@pytest.mark.parametrize("mode", ["int8_fp4", "int8_static_fp4"])
 @pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
-def test_a_head_that_is_no_number_spoils_itself_alone(spoilt: float, dev: torch.device) -> None:
-    problem = many()
+def test_a_head_that_is_no_number_spoils_itself_alone(
+    spoilt: float, mode: str, dev: torch.device
+) -> None:
+    problem = many(mode)
     inputs = SPEC.make_inputs(problem, dev)
     config = hopper_config(problem)
     clean = SPEC.launch(**inputs, config=config)
@@ -338,9 +405,10 @@ def test_a_head_that_is_no_number_spoils_itself_alone(spoilt: float, dev: torch.
 
 @gpu
 @needs_sm90
-def test_it_reads_whatever_lies_at_odd_addresses(dev: torch.device) -> None:
+@pytest.mark.parametrize("mode", ["int8_fp4", "int8_static_fp4"])
+def test_it_reads_whatever_lies_at_odd_addresses(mode: str, dev: torch.device) -> None:
     """Codes, scales, residuals or q that do not lie at 16 bytes take the portable body."""
-    problem = many()
+    problem = many(mode)
     inputs = SPEC.make_inputs(problem, dev)
     config = hopper_config(problem)
     for name in ("q", "k_codes", "v_scale", "k_slots", "v_residual", "k_residual_scale"):

@@ -70,6 +70,7 @@ SHAPES = {  # of each bench case; of all its kernels where several have one of t
     },
     "decode-b64-ctx4096-32/8x128-int8-bf16": "batch=64,context=4096",
     "decode-b64-ctx4096-32/8x128-int8_fp4-bf16": "batch=64,context=4096,residuals=true",
+    "decode-b64-ctx4096-32/8x128-int8_static-bf16": "batch=64,context=4096,static=true",
     "decode-b64-ctx4096-32/8x128-int8_static_fp4-bf16": (
         "batch=64,context=4096,residuals=true,static=true"
     ),

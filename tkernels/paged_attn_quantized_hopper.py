@@ -10,6 +10,12 @@ power of two so that its largest number is between 4 and 8; weights p * v_scale 
 units of the smallest power of two above all v_scale so far: what that loses of them lies 28 binary
 digits below the largest.
 
+A channel's (static) scale is in q, and in the result behind the loop. q * k_scale is two numbers,
+each with products of its own: of one, the lse is off by 8e-4 where 8e-5 is allowed, and scores with
+a deviation of 15 by so much that bf16 results are, by 2e-2 (in two, 2e-7, and nothing to be seen;
+against fp64, scales of channels over three decades). Weights are p, and up to 8 because the maximum
+is held 3 below the largest score.
+
 Tokens with residuals are few, and anywhere. A step finds those of its keys by two words of bits and
 packs the numbers of their slots into a list of LIST rows, a step before their codes are there, so
 that the pool rows come with the codes. Their own products are small:
@@ -19,6 +25,11 @@ that the pool rows come with the codes. Their own products are small:
 
 If there are more than LIST, the rest takes further rounds, in order. Where half of LIST is enough,
 as it is nearly always, the other half are zeros that nothing is computed for (FEW).
+
+Residuals of static scales are large where a number is beyond what its scale was made for. There a
+residual's unit counts up to 2^12 (e2m1: 24576 steps of a code, e1m2: 7168), and what is larger as
+that; 2^14, which 4-bit codes are brought up by, goes to the one-hot matrix and to the residuals of
+V, so that fp16 holds the other side.
 
 It is written in Gluon. How codes come apart as even and odd channels is told in the portable body;
 here they are also apart by the half of the head that they are in, as residuals are.
@@ -151,12 +162,15 @@ def _right_operand(x, right: gl.constexpr, FEW: gl.constexpr):
 
 
 @gluon.jit
-def _decoded(words, MANTISSA: gl.constexpr):
-    """fp16 of the 4-bit codes 0, 2, 1 and 3 of int16, times 2^-14."""
+def _decoded(words, MANTISSA: gl.constexpr, FACTOR: gl.constexpr):
+    """fp16 of the 4-bit codes 0, 2, 1 and 3 of int16, times 2^-14, and FACTOR if that is not 1."""
     text: gl.constexpr = _DECODE0 if MANTISSA == 0 else (_DECODE1 if MANTISSA == 1 else _DECODE2)
-    return gl.inline_asm_elementwise(
+    a, b, c, d = gl.inline_asm_elementwise(
         text, "=&r,=&r,=&r,=&r,r", [words],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2)
+    if FACTOR != 1:
+        a, b, c, d = a * FACTOR, b * FACTOR, c * FACTOR, d * FACTOR
+    return a, b, c, d
 
 
 @gluon.jit
@@ -231,6 +245,7 @@ def _places(n, pos, pages, BLOCK_SIZE: gl.constexpr, N: gl.constexpr):
 def _fetch(
     stage, pos, pages, low, high, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, k_s, v_s, scales_s,
     HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
+    STATIC: gl.constexpr,
 ):
     """Start to bring the codes of keys pos .. pos + N, whole rows at once, and their scales."""
     lanes: gl.constexpr = D // 16
@@ -243,15 +258,16 @@ def _fetch(
     at = cells[:, None] + j[None, :]
     _load_async(k_s.index(stage), k_ptr + at)
     _load_async(v_s.index(stage), v_ptr + at)
-    n = gl.arange(0, N, line)
-    page, slot = _places(n, pos, pages, BLOCK_SIZE, N)
-    place = page * (HEADS * BLOCK_SIZE) + slot
-    # Codes are numbers wherever they are, scales and slots may be anything out of sight.
-    ok = (n < high - pos) & (n >= low - pos)
-    _load_async(
-        scales_s.index(stage * 2), k_scale_ptr + place, mask=ok)
-    _load_async(
-        scales_s.index(stage * 2 + 1), v_scale_ptr + place, mask=ok)
+    if not STATIC:
+        n = gl.arange(0, N, line)
+        page, slot = _places(n, pos, pages, BLOCK_SIZE, N)
+        place = page * (HEADS * BLOCK_SIZE) + slot
+        # Codes are numbers wherever they are, scales and slots may be anything out of sight.
+        ok = (n < high - pos) & (n >= low - pos)
+        _load_async(
+            scales_s.index(stage * 2), k_scale_ptr + place, mask=ok)
+        _load_async(
+            scales_s.index(stage * 2 + 1), v_scale_ptr + place, mask=ok)
 
 
 @gluon.jit
@@ -374,16 +390,21 @@ def _fetch_round(
 
 
 @gluon.jit
-def _unit_of(exponents, block: gl.constexpr):
-    """fp32 2^14 times the unit of block ``block`` of each row."""
-    return _power(((exponents >> (8 * block)) & 255) + 14)
+def _unit_of(exponents, block: gl.constexpr, STATIC: gl.constexpr):
+    """fp32 the unit of block ``block`` of each row, 2^12 at most; not STATIC: 2^14 times it."""
+    biased = (exponents >> (8 * block)) & 255
+    if STATIC:
+        biased = gl.minimum(biased, 127 + 12)
+    else:
+        biased += 14
+    return _power(biased)
 
 
 @gluon.jit
 def _add_scores(
     s, stage, q0, q1, q2, q3, list_s, rest_s, exponents_s, scores: gl.constexpr,
     left: gl.constexpr, right: gl.constexpr, LIST: gl.constexpr, N: gl.constexpr,
-    MANTISSA: gl.constexpr, FEW: gl.constexpr,
+    MANTISSA: gl.constexpr, STATIC: gl.constexpr, FEW: gl.constexpr,
 ):
     """``s`` [N, R] and what the residuals of listed keys add to it."""
     part: gl.constexpr = LIST // 2 if FEW else LIST
@@ -394,17 +415,19 @@ def _add_scores(
     words = _halves(rest_s.index(stage * 2).load(left), False)
     parts = (_halves(q0, True), _halves(q1, True), _halves(q2, True), _halves(q3, True))
     for i in gl.static_range(2):  # of the two blocks of each half
-        k0, k1, k2, k3 = _decoded(_part(words[i], True, FEW), MANTISSA)
+        k0, k1, k2, k3 = _decoded(_part(words[i], True, FEW), MANTISSA, 1)
         lower = ampere.mma_v2(_whole(k0, True, FEW, left), parts[0][i], zero)
         lower = ampere.mma_v2(_whole(k1, True, FEW, left), parts[1][i], lower)
         upper = ampere.mma_v2(_whole(k2, True, FEW, left), parts[2][i], zero)
         upper = ampere.mma_v2(_whole(k3, True, FEW, left), parts[3][i], upper)
-        rest += _part(lower, True, FEW) * _unit_of(exponents, i)[:, None]
-        rest += _part(upper, True, FEW) * _unit_of(exponents, i + 2)[:, None]
+        rest += _part(lower, True, FEW) * _unit_of(exponents, i, STATIC)[:, None]
+        rest += _part(upper, True, FEW) * _unit_of(exponents, i + 2, STATIC)[:, None]
     same = _part(gl.full([N, LIST], 0.0, gl.float16, left), False, FEW)
     key = list_s.index(stage * 2).slice(0, part).load(gl.SliceLayout(0, same.type.layout)) >> 16
     n = gl.arange(0, N, gl.SliceLayout(1, same.type.layout)).to(gl.float16)
     onehot = _equal(n[:, None] + same, key.to(gl.float16)[None, :] + same)
+    if STATIC:
+        onehot = onehot * 16384.0  # 2^14
     onehot = _whole(onehot, False, FEW, left)
     return ampere.mma_v2(onehot, _right_operand(rest, right, FEW), s)
 
@@ -413,10 +436,11 @@ def _add_scores(
 def _add_results(
     acc0, acc1, acc2, acc3, weights, stage, list_s, rest_s, exponents_s, scores: gl.constexpr,
     left: gl.constexpr, right: gl.constexpr, LIST: gl.constexpr, N: gl.constexpr,
-    MANTISSA: gl.constexpr, FEW: gl.constexpr,
+    MANTISSA: gl.constexpr, STATIC: gl.constexpr, FEW: gl.constexpr,
 ):
     """Results, in four parts [D / 4, R], and what the residuals of listed keys add to them."""
     part: gl.constexpr = LIST // 2 if FEW else LIST
+    lift: gl.constexpr = 16384.0 if STATIC else 1
     same = _part(gl.full([LIST, N], 0.0, gl.float16, left), True, FEW)
     key = list_s.index(stage * 2 + 1).slice(0, part).load(gl.SliceLayout(1, same.type.layout)) >> 16
     n = gl.arange(0, N, gl.SliceLayout(0, same.type.layout)).to(gl.float16)
@@ -431,16 +455,16 @@ def _add_results(
     a1, b1 = _halves(acc1, True)
     a2, b2 = _halves(acc2, True)
     a3, b3 = _halves(acc3, True)
-    lower = _right_operand(picked * _unit_of(exponents, 0)[:, None], right, FEW)
-    upper = _right_operand(picked * _unit_of(exponents, 2)[:, None], right, FEW)
-    v0, v1, v2, v3 = _decoded(_part(words[0], False, FEW), MANTISSA)
+    lower = _right_operand(picked * _unit_of(exponents, 0, STATIC)[:, None], right, FEW)
+    upper = _right_operand(picked * _unit_of(exponents, 2, STATIC)[:, None], right, FEW)
+    v0, v1, v2, v3 = _decoded(_part(words[0], False, FEW), MANTISSA, lift)
     a0 = ampere.mma_v2(_whole(v0, False, FEW, left), lower, a0)
     a1 = ampere.mma_v2(_whole(v1, False, FEW, left), lower, a1)
     a2 = ampere.mma_v2(_whole(v2, False, FEW, left), upper, a2)
     a3 = ampere.mma_v2(_whole(v3, False, FEW, left), upper, a3)
-    lower = _right_operand(picked * _unit_of(exponents, 1)[:, None], right, FEW)
-    upper = _right_operand(picked * _unit_of(exponents, 3)[:, None], right, FEW)
-    v0, v1, v2, v3 = _decoded(_part(words[1], False, FEW), MANTISSA)
+    lower = _right_operand(picked * _unit_of(exponents, 1, STATIC)[:, None], right, FEW)
+    upper = _right_operand(picked * _unit_of(exponents, 3, STATIC)[:, None], right, FEW)
+    v0, v1, v2, v3 = _decoded(_part(words[1], False, FEW), MANTISSA, lift)
     b0 = ampere.mma_v2(_whole(v0, False, FEW, left), lower, b0)
     b1 = ampere.mma_v2(_whole(v1, False, FEW, left), lower, b1)
     b2 = ampere.mma_v2(_whole(v2, False, FEW, left), upper, b2)
@@ -454,6 +478,12 @@ def _power(biased):
     return (biased << 23).to(gl.float32, bitcast=True)
 
 
+@gluon.jit
+def _rounded_off(x):
+    """fp16 of what fp16 of fp32 x lacks."""
+    return (x - x.to(gl.float16).to(gl.float32)).to(gl.float16)
+
+
 @gluon.jit(do_not_specialize=["n_parts", "window", "n_slots"])
 def _paged_attn_quantized_hopper_kernel(
     q_ptr, k_ptr, k_scale_ptr, k_slots_ptr, k_residual_ptr, k_exponents_ptr,
@@ -463,10 +493,10 @@ def _paged_attn_quantized_hopper_kernel(
     n_parts, n_slots, window, score_scale, cap,
     N_HEADS: gl.constexpr, N_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    HAS_LSE: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RESIDUAL_BLOCK: gl.constexpr,
-    MANTISSA: gl.constexpr, R: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    LIST: gl.constexpr, SPLITS: gl.constexpr, MIN_SHARE: gl.constexpr, LONG_FIRST: gl.constexpr,
-    PDL: gl.constexpr,
+    HAS_LSE: gl.constexpr, HAS_SOFTCAP: gl.constexpr, STATIC: gl.constexpr,
+    RESIDUAL_BLOCK: gl.constexpr, MANTISSA: gl.constexpr, R: gl.constexpr, N: gl.constexpr,
+    STAGES: gl.constexpr, LIST: gl.constexpr, SPLITS: gl.constexpr, MIN_SHARE: gl.constexpr,
+    LONG_FIRST: gl.constexpr, PDL: gl.constexpr,
 ):
     # LONG_FIRST: 0, or E of _program_at.
     if PDL:
@@ -515,21 +545,33 @@ def _paged_attn_quantized_hopper_kernel(
         q1 = gl.load(at + 1, mask=ok, other=0.0).to(gl.float32)
         q2 = gl.load(at + D // 2, mask=ok, other=0.0).to(gl.float32)
         q3 = gl.load(at + D // 2 + 1, mask=ok, other=0.0).to(gl.float32)
+        if STATIC:
+            k_channels = k_scale_ptr + kv_head * D + 2 * j
+            q0, q1 = q0 * gl.load(k_channels)[:, None], q1 * gl.load(k_channels + 1)[:, None]
+            k_channels += D // 2
+            q2, q3 = q2 * gl.load(k_channels)[:, None], q3 * gl.load(k_channels + 1)[:, None]
         size = gl.maximum(gl.maximum(gl.abs(q0), gl.abs(q1)), gl.maximum(gl.abs(q2), gl.abs(q3)))
         size = gl.max(gl.max(gl.where(size < float("inf"), size, 0.0), 1), 0)
         exponent = gl.minimum(gl.maximum(size.to(gl.int32, bitcast=True) >> 23, 3), 254)
         up = _power(256 - exponent)  # to between 4 and 8
         factor = _power(exponent - 2) * score_scale
+        if STATIC:
+            q0_rest, q1_rest = _rounded_off(q0 * up), _rounded_off(q1 * up)
+            q2_rest, q3_rest = _rounded_off(q2 * up), _rounded_off(q3 * up)
         q0, q1 = (q0 * up).to(gl.float16), (q1 * up).to(gl.float16)
         q2, q3 = (q2 * up).to(gl.float16), (q3 * up).to(gl.float16)
         k_s = gl.allocate_shared_memory(gl.int16, [STAGES, N, D // 2], codes)
         v_s = gl.allocate_shared_memory(gl.int16, [STAGES, N, D // 2], codes)
-        scales_s = gl.allocate_shared_memory(gl.float32, [STAGES * 2, N], plain)
+        if STATIC:
+            scales_s = k_s  # nobody looks at it
+        else:
+            scales_s = gl.allocate_shared_memory(gl.float32, [STAGES * 2, N], plain)
         words: gl.constexpr = gl.pointer_type(gl.int16)
         k_at = k_ptr.to(words) + kv_head * (D // 2)
         v_at = v_ptr.to(words) + kv_head * (D // 2)
-        k_scale_ptr += kv_head * BLOCK_SIZE
-        v_scale_ptr += kv_head * BLOCK_SIZE
+        if not STATIC:
+            k_scale_ptr += kv_head * BLOCK_SIZE
+            v_scale_ptr += kv_head * BLOCK_SIZE
         k_slots_ptr += kv_head * BLOCK_SIZE
         v_slots_ptr += kv_head * BLOCK_SIZE
         pool = kv_head.to(gl.int64) * n_slots
@@ -566,7 +608,7 @@ def _paged_attn_quantized_hopper_kernel(
             pages = _pages(pos + i * stride, columns, table_ptr, BLOCK_SIZE, N)
             if i < steps:
                 _fetch(i, pos + i * stride, pages, low, context_len, k_at, v_at, k_scale_ptr,
-                       v_scale_ptr, k_s, v_s, scales_s, H, BLOCK_SIZE, D, N)
+                       v_scale_ptr, k_s, v_s, scales_s, H, BLOCK_SIZE, D, N, STATIC)
             _commit()
         pages = _pages(pos + (STAGES - 1) * stride, columns, table_ptr, BLOCK_SIZE, N)
 
@@ -586,7 +628,7 @@ def _paged_attn_quantized_hopper_kernel(
             if i + STAGES - 1 < steps:
                 _fetch((i + STAGES - 1) % STAGES, pos + (STAGES - 1) * stride, pages, low,
                        context_len, k_at, v_at, k_scale_ptr, v_scale_ptr, k_s, v_s, scales_s, H,
-                       BLOCK_SIZE, D, N)
+                       BLOCK_SIZE, D, N, STATIC)
             _commit()
             pages = _pages(pos + STAGES * stride, columns, table_ptr, BLOCK_SIZE, N)
             if RESIDUAL_BLOCK > 0:
@@ -605,46 +647,61 @@ def _paged_attn_quantized_hopper_kernel(
                 _wait(STAGES - 1)
 
             s = gl.full([N, R], 0.0, gl.float32, scores)
+            if STATIC:
+                of_rest = s  # a sum of its own, so that neither waits for the other
             lower_half, upper_half = _halves(k_s.index(stage).load(left), False)
             k0, k1 = _codes(lower_half)
             s = ampere.mma_v2(k1, q1, ampere.mma_v2(k0, q0, s))
+            if STATIC:
+                of_rest = ampere.mma_v2(k1, q1_rest, ampere.mma_v2(k0, q0_rest, of_rest))
             k2, k3 = _codes(upper_half)
             s = ampere.mma_v2(k3, q3, ampere.mma_v2(k2, q2, s))
+            if STATIC:
+                s += ampere.mma_v2(k3, q3_rest, ampere.mma_v2(k2, q2_rest, of_rest))
             if RESIDUAL_BLOCK > 0:
                 if count <= LIST // 2:
                     s = _add_scores(s, i % 2, q0, q1, q2, q3, list_s, rest_s, exponents_s, scores,
-                                    left, right, LIST, N, MANTISSA, True)
+                                    left, right, LIST, N, MANTISSA, STATIC, True)
                 else:
                     s = _add_scores(s, i % 2, q0, q1, q2, q3, list_s, rest_s, exponents_s, scores,
-                                    left, right, LIST, N, MANTISSA, False)
+                                    left, right, LIST, N, MANTISSA, STATIC, False)
                 for begin in range(LIST, count, LIST):
                     _fetch_round(i % 2, begin, pos, low, context_len, columns, k_slots_ptr,
                                  v_slots_ptr, table_ptr, n_slots, k_residual_ptr, v_residual_ptr,
                                  k_exponents_ptr, v_exponents_ptr, list_s, rest_s, exponents_s, H,
                                  BLOCK_SIZE, D, N, LIST)
                     s = _add_scores(s, i % 2, q0, q1, q2, q3, list_s, rest_s, exponents_s, scores,
-                                    left, right, LIST, N, MANTISSA, False)
+                                    left, right, LIST, N, MANTISSA, STATIC, False)
 
-            k_scale = gl.abs(scales_s.index(stage * 2).load(key_rows))
-            v_scale = gl.abs(scales_s.index(stage * 2 + 1).load(key_rows))
-            s = s * (k_scale * factor)[:, None]
+            if STATIC:
+                s = s * factor
+            else:
+                k_scale = gl.abs(scales_s.index(stage * 2).load(key_rows))
+                v_scale = gl.abs(scales_s.index(stage * 2 + 1).load(key_rows))
+                s = s * (k_scale * factor)[:, None]
             if HAS_SOFTCAP:
                 s = _capped(s, 1.0) * cap
             seen = n < context_len - pos
             if HAS_WINDOW:
                 seen = seen & (n >= low - pos)
             s = gl.where(seen[:, None], s, float("-inf"))
-            new_top = gl.maximum(top, gl.max(s, 0))
+            if STATIC:  # weights are up to 8 as they come
+                new_top = gl.maximum(top, gl.max(s, 0) - 3.0)
+            else:
+                new_top = gl.maximum(top, gl.max(s, 0))
             p = gl.exp2(s - new_top[None, :])
             shrink = gl.exp2(top - new_top)
             total = total * shrink + gl.sum(p, 0)
             top = new_top
-            largest = gl.max(v_scale, 0).to(gl.int32, bitcast=True) >> 23
-            new_unit = gl.minimum(gl.maximum(unit, largest + 1), 254)
-            shrink = shrink * _power(gl.maximum(127 + unit - new_unit, 0))
-            unit = new_unit
-            weights = p * (v_scale * _power(257 - unit))[:, None]  # up to 8
-            weights = _right_operand(weights, right, False)
+            if STATIC:
+                weights = _right_operand(p, right, False)
+            else:
+                largest = gl.max(v_scale, 0).to(gl.int32, bitcast=True) >> 23
+                new_unit = gl.minimum(gl.maximum(unit, largest + 1), 254)
+                shrink = shrink * _power(gl.maximum(127 + unit - new_unit, 0))
+                unit = new_unit
+                weights = p * (v_scale * _power(257 - unit))[:, None]  # up to 8
+                weights = _right_operand(weights, right, False)
 
             acc0, acc1 = acc0 * shrink[None, :], acc1 * shrink[None, :]
             acc2, acc3 = acc2 * shrink[None, :], acc3 * shrink[None, :]
@@ -662,11 +719,11 @@ def _paged_attn_quantized_hopper_kernel(
                 if count <= LIST // 2:
                     acc0, acc1, acc2, acc3 = _add_results(
                         acc0, acc1, acc2, acc3, weights, i % 2, list_s, rest_s, exponents_s,
-                        scores, left, right, LIST, N, MANTISSA, True)
+                        scores, left, right, LIST, N, MANTISSA, STATIC, True)
                 else:
                     acc0, acc1, acc2, acc3 = _add_results(
                         acc0, acc1, acc2, acc3, weights, i % 2, list_s, rest_s, exponents_s,
-                        scores, left, right, LIST, N, MANTISSA, False)
+                        scores, left, right, LIST, N, MANTISSA, STATIC, False)
                 for begin in range(LIST, count, LIST):
                     _fetch_round(i % 2, begin, pos, low, context_len, columns, k_slots_ptr,
                                  v_slots_ptr, table_ptr, n_slots, k_residual_ptr, v_residual_ptr,
@@ -674,7 +731,7 @@ def _paged_attn_quantized_hopper_kernel(
                                  BLOCK_SIZE, D, N, LIST)
                     acc0, acc1, acc2, acc3 = _add_results(
                         acc0, acc1, acc2, acc3, weights, i % 2, list_s, rest_s, exponents_s,
-                        scores, left, right, LIST, N, MANTISSA, False)
+                        scores, left, right, LIST, N, MANTISSA, STATIC, False)
                 count = next_count
             pos += stride
 
@@ -698,10 +755,16 @@ def _paged_attn_quantized_hopper_kernel(
         row_ok = (r < PACK)[:, None] & (channel >= 0)[None, :]
         for half in gl.static_range(2):
             even, odd = (acc0, acc1) if half == 0 else (acc2, acc3)
-            even = even * 0.125 / total[None, :] * _power(unit)
-            odd = odd * 0.125 / total[None, :] * _power(unit)
+            if STATIC:
+                even, odd = even / total[None, :], odd / total[None, :]
+            else:
+                even = even * 0.125 / total[None, :] * _power(unit)
+                odd = odd * 0.125 / total[None, :] * _power(unit)
             both = gl.join(even, odd)
             both = gl.convert_layout(gl.reshape(gl.permute(both, [1, 0, 2]), [R, D // 2]), rows)
+            if STATIC:
+                v_channels = v_scale_ptr + kv_head * D + half * (D // 2) + channel
+                both = both * gl.load(v_channels)[None, :]
             if whole:
                 at = out_ptr + token * stride_ot + ((head0 + r) * stride_oh)[:, None]
                 gl.store(at + half * (D // 2) + channel[None, :], both.to(out_ptr.dtype.element_ty),
@@ -731,8 +794,8 @@ def why_unfit(problem: Problem, dev: Device) -> str | None:
         return f"variant hopper needs an sm90 device, got {dev.arch}"
     if not device.is_there(gl):
         return "variant hopper needs a triton that has Gluon (3.6 or newer), got none"
-    if p["varlen"] or p["static"]:
-        return "variant hopper has one query a sequence, and scales of tokens"
+    if p["varlen"]:
+        return "variant hopper has one query a sequence"
     if (p["head_dim"], p["residual_block"]) not in ((64, 0), (128, 0), (128, 32)):
         return "variant hopper has head_dim 64 or 128, and with residuals 128, in blocks of 32"
     if p["dtype"] not in (torch.bfloat16, torch.float16):

@@ -938,6 +938,7 @@ def _bind_hopper(call: _Call, cfg: Config, max_programs: int) -> Callable[..., N
         **facts,
         N_KV_HEADS=call.n_kv_heads,
         HAS_SOFTCAP=call.cap is not None,
+        STATIC=call.static,
         RESIDUAL_BLOCK=call.residual_block,
         MANTISSA=call.mantissa_bits,
         R=max(8, next_power_of_2(facts["N_HEADS"] // call.n_kv_heads)),
