@@ -192,11 +192,9 @@ def _names(config: Mapping[str, Any], field: str) -> list[str]:
     """Names in a list, or in lists in it; none where it is null."""
     given = config.get(field)
     flat: list[Any] = []
-    for one in given if isinstance(given, list) else [given]:
+    for one in given if isinstance(given, list) else []:
         flat += one if isinstance(one, list) else [one]
-    if given is None:
-        return []
-    if not all(isinstance(one, str) for one in flat):
+    if not isinstance(given, list | None) or not all(isinstance(one, str) for one in flat):
         raise ValueError(f"{_WHERE}: {field} must be a list of names, got {given!r}")
     return flat
 
