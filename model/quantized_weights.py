@@ -124,12 +124,11 @@ def _read_codes(
 ) -> dict[str, torch.Tensor]:
     """The checked tensors of a quantised layer, under the names that ``model.compressed`` has.
 
-    Those of AWQ and GPTQ become that, with ``weight_zero``, on an NVIDIA device if that is the one.
+    Those of AWQ and GPTQ become that, with ``weight_zero``, on the device.
     """
     layer = name.removesuffix(".weight")
     if isinstance(scheme, awq_gptq.InputMajor):
-        where = device if device.type == "cuda" else torch.device("cpu")
-        found = awq_gptq.read_codes(layer, (shape[0], shape[1]), scheme, source, where)
+        found = awq_gptq.read_codes(layer, (shape[0], shape[1]), scheme, source, device)
         _check_scale(layer, found["weight_scale"], scheme, source)
         return found
     found = {

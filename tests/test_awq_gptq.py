@@ -516,8 +516,9 @@ def test_commands_run_it(one: str, bases: dict[str, Path], tmp_path: Path, capsy
     text = tmp_path / "t.jsonl"
     text.write_text('{"text": "some words"}\n{"text": "to predict"}\n')
     found = []
+    same = ["--json", "--text", str(text), "--kernels", "torch", "--dtype", "float32"]
     for path in (folder, dense):
-        assert perplexity.main(["--model", str(path), "--json", "--text", str(text)]) == 0
+        assert perplexity.main(["--model", str(path), *same]) == 0
         found.append(json.loads(capsys.readouterr().out)["perplexity"])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
     argv = ["--model", str(folder), "--prompt", "abc", "--max-tokens", "3", "--json"]
