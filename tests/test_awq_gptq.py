@@ -28,7 +28,7 @@ from model import config as configs
 from model.block_matrix import BlockMatrix
 from model.kv_cache import SequenceState
 from model.perplexity import divergence, logits_of
-from model.quantized_matrix import Int8Matrix, PackedMatrix, Parts
+from model.quantized_matrix import Int8Experts, Int8Matrix, PackedMatrix, Parts
 from model.sources import open_safetensors
 
 pytestmark = pytest.mark.thin(2)
@@ -363,6 +363,25 @@ def test_order_of_inputs_that_is_none(bases: dict[str, Path], tmp_path: Path) ->
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
+MIXTURE = "qwen3_moe-one-of-three"
+
+
+def test_experts(tmp_path: Path) -> None:
+    """Those in 8 bits with a scale a channel, and those left alone; routers always are."""
+    base = make_folder(tmp_path / "base", None, MIXTURE)
+    alone = Layout(
+        "awq", kept=lambda n: "experts" in n, more={"modules_to_not_convert": ["mlp.experts"]}
+    )
+    for number, one in enumerate((LAYOUTS["gptq-8-bits"], alone)):
+        found = write(base, one, tmp_path / str(number))
+        quantised, dense = (load_folder(folder) for folder in found)
+        assert isinstance(quantised.layers[0].experts.down_proj, Int8Experts) == (number == 0)
+        expected, _ = logits_of(dense, cpu_ops, ids(20))
+        got, _ = logits_of(quantised, cpu_ops, ids(20))
+        atol = 1e-5 * float(expected.abs().max())
+        torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+
+
 # ---- refused: what config.json says --------------------------------------------------------------
 
 
@@ -503,6 +522,16 @@ def test_weights_of_a_layer_that_is_named(bases: dict[str, Path], tmp_path: Path
     change_config(folder, lambda config: config["quantization_config"].update(more))
     with pytest.raises(
         ValueError, match=r"expected tensor model.layers.0.mlp.down_proj.weight, got"
+    ):
+        load_folder(folder)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_experts_in_4_bits(method: str, tmp_path: Path) -> None:
+    base = make_folder(tmp_path / "base", None, MIXTURE)
+    folder, _ = write(base, Layout(method, -1), tmp_path)
+    with pytest.raises(
+        ValueError, match=r"expected experts in 16 bits or .*got W4A16 for .*experts"
     ):
         load_folder(folder)
 
