@@ -131,7 +131,12 @@ def read_packed_experts(
     scale = torch.empty(rows, k // (scheme.group or k), dtype=torch.float32, device=device)
     row = 0
     for name, shape in sources:
-        found = _read_codes(name, shape, scheme, source)
+        found = _read_codes(name, shape, scheme, source, device)
+        if "weight_zero" in found:
+            raise ValueError(
+                f"{source.where}: expected experts in 4 bits without zero points, got some for "
+                f"{name.removesuffix('.weight')}"
+            )
         here = slice(row, row + shape[0])
         packed[here].copy_(found["weight_packed"])
         scale[here].copy_(found["weight_scale"])
