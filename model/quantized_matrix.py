@@ -56,14 +56,19 @@ class Int8Experts:
 
 @dataclass(frozen=True)
 class Int4Experts:
-    """[E, N, K], a matrix an expert: weight[e, n, k] = code[e, n, k] * scale[e, n, k // group]."""
+    """[E, N, K], a matrix an expert: weight[e, n, k] = code[e, n, k] * scale[e, n, k // group].
+
+    With zeros it is (code[e, n, k] + 8 - zero[e, n, k // group]) * scale[e, n, k // group].
+    """
 
     packed: torch.Tensor  # int32 [E, N, K / 8], as model.compressed.pack has it
     scale: torch.Tensor  # [E, N, K / group], fp32 or the activations' dtype
+    zero: torch.Tensor | None = None  # int8 [E, N, K / group], 0 to 16; None: all 8
 
     @property
     def nbytes(self) -> int:
-        return self.packed.nbytes + self.scale.nbytes
+        zeros = 0 if self.zero is None else self.zero.nbytes
+        return self.packed.nbytes + self.scale.nbytes + zeros
 
 
 @dataclass(frozen=True)

@@ -114,13 +114,15 @@ def read_experts(
 
 def read_packed_experts(
     sources: Sources,
-    scheme: Scheme,
+    schemes: Sequence[Scheme],
     experts: int,
     source: Source,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Int4Experts:
-    """As ``read_experts``, of 4 bits: all matrices have one scheme, and inputs that 8 divides.
+    """As ``read_experts``, of 4 bits: all matrices have groups of one size, and 8 divides inputs.
+
+    Zeros are there where a matrix has other than 8.
 
     Raises:
         ValueError: as ``read_matrix``.
@@ -128,22 +130,24 @@ def read_packed_experts(
     rows = sum(shape[0] for _, shape in sources)
     (_, k) = sources[0][1]
     packed = torch.empty(rows, k // 8, dtype=torch.int32, device=device)
-    scale = torch.empty(rows, k // (scheme.group or k), dtype=torch.float32, device=device)
+    groups = k // (schemes[0].group or k)
+    scale = torch.empty(rows, groups, dtype=torch.float32, device=device)
+    zero: torch.Tensor | None = None
     row = 0
-    for name, shape in sources:
+    for (name, shape), scheme in zip(sources, schemes, strict=True):
         found = _read_codes(name, shape, scheme, source, device)
-        if "weight_zero" in found:
-            raise ValueError(
-                f"{source.where}: expected experts in 4 bits without zero points, got some for "
-                f"{name.removesuffix('.weight')}"
-            )
         here = slice(row, row + shape[0])
         packed[here].copy_(found["weight_packed"])
         scale[here].copy_(found["weight_scale"])
+        if "weight_zero" in found:
+            if zero is None:
+                zero = torch.full((rows, groups), 8, dtype=torch.int8, device=device)
+            zero[here].copy_(found["weight_zero"])
         row += shape[0]
-    scale = _in_dtype(scale, dtype)
     return Int4Experts(
-        packed.view(experts, -1, packed.shape[1]), scale.view(experts, -1, scale.shape[1])
+        packed.view(experts, -1, k // 8),
+        _in_dtype(scale, dtype).view(experts, -1, groups),
+        None if zero is None else zero.view(experts, -1, groups),
     )
 
 

@@ -264,9 +264,9 @@ def _read(
     schemes = [_scheme(config, source, name, shape) for name, shape in parameter.sources]
     quantised = [scheme for scheme in schemes if scheme is not None]
     if parameter.experts and quantised:
-        if quantised[0].bits == 4:  # then all are of that scheme
+        if quantised[0].bits == 4:  # then all are, in groups of one size
             return read_packed_experts(
-                parameter.sources, quantised[0], parameter.experts, source, dtype, device
+                parameter.sources, quantised, parameter.experts, source, dtype, device
             )
         return read_experts(parameter.sources, quantised, parameter.experts, source, device)
     if len(set(schemes)) == 1:

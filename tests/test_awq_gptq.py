@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import pytest
 import torch
 from checkpoints import load_folder, make_folder, new_runner
 from safetensors.torch import load_file, save_file
+from unstacked import experts_of, values
 
 import tkernels
 from autotune.model_facts import facts_of
@@ -28,7 +29,8 @@ from model import config as configs
 from model.block_matrix import BlockMatrix
 from model.kv_cache import SequenceState
 from model.perplexity import divergence, logits_of
-from model.quantized_matrix import Int8Experts, Int8Matrix, PackedMatrix, Parts
+from model.quantized_matrix import Int4Experts, Int8Experts, Int8Matrix, PackedMatrix, Parts
+from model.qwen3 import Model
 from model.sources import open_safetensors
 
 pytestmark = pytest.mark.thin(2)
@@ -167,6 +169,16 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def replace_weight(
+    quantised: Path, dense: Path, layer: str, weight: torch.Tensor, one: Layout
+) -> None:
+    """What ``write`` has made of a layer's weight, made of that weight in that layout."""
+    tensors, value = packed(weight, one)
+    stored = {f"{layer}.{part}": tensor for part, tensor in tensors.items()}
+    change_tensors(quantised, lambda found: found.update(stored))
+    change_tensors(dense, lambda found: found.update({f"{layer}.weight": value}))
+
+
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("bases")
@@ -282,10 +294,8 @@ def test_joined_layers_with_zeros_and_without(bases: dict[str, Path], tmp_path: 
     """All zeros of q are 8, those of k are not."""
     one = LAYOUTS["awq"]
     folder, dense = write(bases["qwen2-128"], one, tmp_path)
-    even, values = packed(load_file(dense / "model.safetensors")[f"{Q0}.weight"],
-                          Layout("awq", symmetric=True))  # fmt: skip
-    change_tensors(folder, lambda t: t.update({f"{Q0}.{p}": v for p, v in even.items()}))
-    change_tensors(dense, lambda t: t.update({f"{Q0}.weight": values}))
+    before = load_file(dense / "model.safetensors")[f"{Q0}.weight"]
+    replace_weight(folder, dense, Q0, before, Layout("awq", symmetric=True))
     weight = load_folder(folder, torch.float16).layers[0].qkv_proj.weight
     assert isinstance(weight, PackedMatrix)
     assert (weight.zero[:128] == 8).all()
@@ -333,11 +343,7 @@ def test_groups_of_one_layer_differ(bases: dict[str, Path], tmp_path: Path) -> N
     folder, dense = write(bases["qwen3-128"], one, tmp_path)
     base = load_file(dense / "model.safetensors")
     for layer in (Q0, Q0.replace("0", "1", 1)):
-        tensors, values = packed(base[f"{layer}.weight"], Layout("gptq", 64))
-        change_tensors(
-            folder, lambda t, n=layer, s=tensors: t.update({f"{n}.{p}": s[p] for p in s})
-        )
-        change_tensors(dense, lambda t, n=layer, v=values: t.update({f"{n}.weight": v}))
+        replace_weight(folder, dense, layer, base[f"{layer}.weight"], Layout("gptq", 64))
     expected, _ = logits_of(load_folder(dense), cpu_ops, ids(20))
     got, _ = logits_of(load_folder(folder), cpu_ops, ids(20))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
@@ -380,6 +386,173 @@ def test_experts(tmp_path: Path) -> None:
         got, _ = logits_of(quantised, cpu_ops, ids(20))
         atol = 1e-5 * float(expected.abs().max())
         torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+
+
+# ---- experts in 4 bits ---------------------------------------------------------------------------
+
+WIDE = "qwen3_moe-32"  # a dense layer, and two with 5 experts of 96 between 64
+EXPERTS1 = "model.layers.1.mlp.experts"
+PARTS = ("gate_up_proj", "down_proj")
+FOUR_BITS = {
+    name: LAYOUTS[name]
+    for name in ("awq", "awq-channel", "gptq-zeros", "gptq-channel", "gptq-v2-symmetric")
+} | {
+    "awq-symmetric": Layout("awq", symmetric=True),
+    "awq-bf16": Layout("awq", dtype=torch.bfloat16),
+    "gptq": Layout("gptq", symmetric=True, zero_biases=True),  # as Qwen publishes them
+    "gptq-v2": Layout("gptq", v2=True, g_idx=False),
+}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("wide") / "m", None, WIDE)
+
+
+def check_logits(quantised: Path, dense: Path, n: int = 20) -> None:
+    """Of a prompt, and of a step behind it."""
+    expected, _ = logits_of(load_folder(dense), cpu_ops, ids(n))
+    runner, sequence = new_runner(load_folder(quantised), cpu_ops), SequenceState(ids(n)[:-1])
+    rows = [runner.prefill([sequence], all_logits=True)]
+    sequence.token_ids.append(ids(n)[-1])
+    got = torch.cat([*rows, runner.decode([sequence])])
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("one", FOUR_BITS.values(), ids=FOUR_BITS)
+def test_experts_in_4_bits(one: Layout, wide: Path, tmp_path: Path) -> None:
+    """The very numbers, and what comes of them."""
+    quantised, dense = write(wide, one, tmp_path)
+    models = [load_folder(folder) for folder in (quantised, dense)]
+    for layer in (1, 2):
+        ours, theirs = (experts_of(model, layer) for model in models)
+        assert torch.equal(ours.router, theirs.router)
+        for part, n, k in ((PARTS[0], 192, 64), (PARTS[1], 64, 96)):
+            weight, expected = getattr(ours, part), getattr(theirs, part)
+            assert isinstance(weight, Int4Experts)
+            groups = 1 if one.group == -1 else k // one.group
+            assert (weight.packed.dtype, weight.packed.shape) == (torch.int32, (5, n, k // 8))
+            assert weight.scale.shape == (5, n, groups)
+            assert (weight.zero is None) == one.symmetric
+            zeros = 0
+            if weight.zero is not None:
+                assert (weight.zero.dtype, weight.zero.shape) == (torch.int8, (5, n, groups))
+                zeros = weight.zero.nbytes
+            assert weight.nbytes == weight.packed.nbytes + weight.scale.nbytes + zeros
+            assert torch.equal(values(weight), expected)
+    check_logits(quantised, dense)
+
+
+def test_some_matrices_of_experts_have_zeros(wide: Path, tmp_path: Path) -> None:
+    """All zeros of the others are 8."""
+    others = [f"{EXPERTS1}.3.up_proj", f"{EXPERTS1}.4.down_proj"]
+    even = Layout("awq", symmetric=True)
+    quantised, dense = write(wide, even, tmp_path)
+    base = open_safetensors(wide)
+    for name in others:
+        replace_weight(quantised, dense, name, base.read(f"{name}.weight"), LAYOUTS["awq"])
+    first, second = (experts_of(load_folder(quantised), layer) for layer in (1, 2))
+    for part, rows in ((PARTS[0], (3, slice(96, 192))), (PARTS[1], (4, slice(0, 64)))):
+        zero = getattr(first, part).zero
+        assert (zero[rows] != 8).float().mean() > 0.5
+        zero[rows] = 8
+        assert (zero == 8).all()
+        assert getattr(second, part).zero is None
+    check_logits(quantised, dense)
+
+
+def test_one_projection_has_zeros(wide: Path, tmp_path: Path) -> None:
+    """And another size of groups: a scheme of its own."""
+    down = {"group_size": -1, "sym": True}
+    one = Layout("gptq", more={"dynamic": {r"+:.*experts\.\d+\.down_proj": down}})
+    quantised, dense = write(wide, one, tmp_path)
+    base = open_safetensors(wide)
+    for name in (f"model.layers.{i}.mlp.experts.{e}.down_proj" for i in (1, 2) for e in range(5)):
+        other = Layout("gptq", -1, symmetric=True)
+        replace_weight(quantised, dense, name, base.read(f"{name}.weight"), other)
+    experts = experts_of(load_folder(quantised), 2)
+    assert isinstance(experts.gate_up_proj, Int4Experts)
+    assert isinstance(experts.down_proj, Int4Experts)
+    assert experts.gate_up_proj.zero is not None
+    assert experts.down_proj.zero is None
+    assert experts.down_proj.scale.shape == (5, 64, 1)
+    check_logits(quantised, dense)
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "kept"),
+    [
+        ("awq", {"modules_to_not_convert": ["mlp.gate", "self_attn"]}, "self_attn|0.mlp.gate_"),
+        ("awq", {"modules_to_not_convert": ["layers.1.mlp"]}, r"layers\.1\.mlp"),
+        ("gptq", {"dynamic": {r"-:.*mlp\.gate$": {}, "-:.*self_attn": {}}}, "self_attn"),
+        ("gptq", {"dynamic": {r"-:.*\.2\.mlp\.": {}}}, r"layers\.2\.mlp"),
+    ],
+)
+def test_routers_and_experts_left_alone(
+    method: str, more: dict[str, Any], kept: str, wide: Path, tmp_path: Path
+) -> None:
+    one = Layout(method, kept=lambda name: re.search(kept, name) is not None, more=more)
+    quantised, dense = write(wide, one, tmp_path)
+    model = load_folder(quantised)
+    for layer in (1, 2):
+        alone = one.kept(f"model.layers.{layer}.mlp.experts.0.up_proj")
+        assert isinstance(experts_of(model, layer).down_proj, torch.Tensor) == alone
+    check_logits(quantised, dense)
+
+
+@pytest.mark.parametrize("one", ["awq", "gptq-channel"])
+def test_triton_kernels_run_experts(one: str, wide: Path, tmp_path: Path) -> None:
+    folder, _ = write(wide, FOUR_BITS[one], tmp_path)
+    model = load_folder(folder, torch.float16, tkernels.device.tensor_device())
+    model = replace(model, layers=model.layers[1:2])
+    experts = experts_of(model, 0)
+    assert isinstance(experts.down_proj, Int4Experts)
+    assert experts.down_proj.scale.dtype == torch.float16  # nothing of them is lost
+
+    def run(ops: Any, model: Model) -> torch.Tensor:
+        runner, sequence = new_runner(model, ops), SequenceState(ids(5))
+        rows = [runner.prefill([sequence])]
+        sequence.token_ids.append(9)
+        return torch.cat([*rows, runner.decode([sequence])])
+
+    expected, got = (run(ops, model) for ops in (tkernels.reference, tkernels))
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(got, expected, rtol=0, atol=0.01 * scale)
+    without = replace(experts, gate_up_proj=replace(experts.gate_up_proj, zero=None))
+    other = replace(model, layers=[replace(model.layers[0], experts=without)])
+    assert float((run(tkernels, other) - expected).abs().max()) > 0.05 * scale
+
+
+@pytest.mark.parametrize(
+    ("method", "part", "change", "says"),
+    [
+        ("awq", "3.up_proj.scales", None, r"alike, got W4A16 .* and 16 bits for .*3\.up_proj$"),
+        ("awq", "3.up_proj.qzeros", None, r"expected tensor .*3\.up_proj\.qzeros, got none"),
+        ("awq", "3.up_proj.scales", lambda t: t * 0, r"above 0 in .*\.3\.up_proj\.scales, got 192"),
+        ("gptq", "3.up_proj.bias", lambda t: torch.ones(96), r"zeros in .*\.3\.up_proj\.bias, as"),
+        (
+            "gptq",
+            "3.down_proj.g_idx",
+            lambda t: t.flip(0).clone(),
+            r"desc_act .*3\.down_proj.g_idx",
+        ),
+        (
+            "gptq",
+            "gate.scales",
+            lambda t: torch.ones(2, 5),
+            r"routers that are not quantised, got one of W4A16 in .*32: model.layers.1.mlp.gate$",
+        ),
+    ],
+)
+def test_files_of_experts_that_do_not_fit(
+    method: str, part: str, change: Any, says: str, wide: Path, tmp_path: Path
+) -> None:
+    folder, _ = write(wide, Layout(method), tmp_path)
+    prefix = "model.layers.1.mlp." if part.startswith("gate.") else f"{EXPERTS1}."
+    change_tensors(folder, with_tensor(f"{prefix}{part}", change))
+    with pytest.raises(ValueError, match=says) as raised:
+        load_folder(folder)
+    assert str(folder) in str(raised.value)
 
 
 # ---- refused: what config.json says --------------------------------------------------------------
@@ -523,14 +696,6 @@ def test_weights_of_a_layer_that_is_named(bases: dict[str, Path], tmp_path: Path
     with pytest.raises(
         ValueError, match=r"expected tensor model.layers.0.mlp.down_proj.weight, got"
     ):
-        load_folder(folder)
-
-
-@pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_experts_in_4_bits(method: str, tmp_path: Path) -> None:
-    base = make_folder(tmp_path / "base", None, MIXTURE)
-    folder, _ = write(base, Layout(method, -1), tmp_path)
-    with pytest.raises(ValueError, match=r"in 4 bits without zero points, got some for .*experts"):
         load_folder(folder)
 
 
