@@ -41,6 +41,11 @@ class Scheme:
         groups = "" if self.group is None else f" in groups of {self.group}"
         return f"W{self.bits}A{8 if self.quantized_activations else 16}{groups}"
 
+    @property
+    def scales(self) -> str:
+        """Name (below that of the layer) of the scales."""
+        return "weight_scale"
+
     def tensors(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         """Names (below that of the layer) and shapes of what is stored for a weight ``shape``."""
         n, k = shape
@@ -53,6 +58,10 @@ class Scheme:
             return {"weight": (n, k), **scale}
         packed = {"weight_packed": (n, -(-k * self.bits // 32)), "weight_shape": (2,)}
         return {**packed, **scale}
+
+    def optional(self, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+        """The same of what may be stored, or not."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -96,8 +105,8 @@ def parse(config: Any) -> Quantization:
     method = config.get("quant_method") if isinstance(config, Mapping) else config
     if method != METHOD:
         raise ValueError(
-            f"config.json: expected a checkpoint that is unquantised or of {METHOD} (or a GGUF "
-            f"file), got quantization_config with quant_method={method!r}"
+            f"config.json: expected a checkpoint that is unquantised or of {METHOD}, awq or gptq "
+            f"(or a GGUF file), got quantization_config with quant_method={method!r}"
         )
     _one_of("quantization_status", config.get("quantization_status"), "compressed", "frozen")
     _one_of("kv_cache_scheme", config.get("kv_cache_scheme"), None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model import compressed
+from model import awq_gptq, compressed
 from model.compressed import Quantization
 from tkernels import build_cos_sin_cache
 
@@ -159,10 +159,16 @@ def from_hf(config: Mapping[str, Any], more_eos_ids: tuple[int, ...] = ()) -> Mo
             rope={**config, "head_dim": head_dim},
             eos_token_ids=tuple(dict.fromkeys((*more_eos_ids, *eos_ids(config)))),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-            quantization=None if stored is None else compressed.parse(stored),
+            quantization=None if stored is None else _quantization(stored),
             mixture=_mixture(config) if family == "qwen3_moe" else None,
         )
     )
+
+
+def _quantization(stored: Any) -> Quantization:
+    if isinstance(stored, Mapping) and stored.get("quant_method") in awq_gptq.METHODS:
+        return awq_gptq.parse(stored)
+    return compressed.parse(stored)
 
 
 def _mixture(config: Mapping[str, Any]) -> Mixture | None:

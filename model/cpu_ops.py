@@ -101,6 +101,8 @@ def fused_moe(
     renormalize: bool = True,
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
+    gate_up_zero: Tensor | None = None,
+    down_zero: Tensor | None = None,
     high: bool = False,
     topk_ids_out: Tensor | None = None,
 ) -> Tensor:
@@ -123,8 +125,8 @@ def fused_moe(
         spans = _spans(chosen[piece].tolist())
         rows = x[tokens[piece]]
         both = x.new_empty(len(rows), gate_up_weight.shape[1])
-        _multiply(rows, spans, gate_up_weight, gate_up_scale, high, both)
-        _multiply(silu_and_mul(both), spans, down_weight, down_scale, high, rows)
+        _multiply(rows, spans, gate_up_weight, gate_up_scale, gate_up_zero, high, both)
+        _multiply(silu_and_mul(both), spans, down_weight, down_scale, down_zero, high, rows)
         out.index_add_(0, tokens[piece], rows * weights[piece])
     return out.to(x.dtype)
 
@@ -134,6 +136,7 @@ def _multiply(
     spans: list[tuple[int, int, int]],
     weight: Tensor,
     scale: Tensor | None,
+    zero: Tensor | None,
     high: bool,
     out: Tensor,
 ) -> None:
@@ -143,7 +146,8 @@ def _multiply(
         if scale is None:
             torch.mm(rows, weight[expert].t(), out=into)
         elif weight.dtype == torch.int32:  # codes of 4 bits
-            matrix = PackedMatrix(weight[expert], scale[expert], 4, 8 * weight.shape[2])
+            zeros = None if zero is None else zero[expert]
+            matrix = PackedMatrix(weight[expert], scale[expert], 4, 8 * weight.shape[2], zeros)
             into.copy_(rows.float() @ matrix.values(torch.float32).t())
         else:
             into.copy_(masked_gemm(rows, weight[expert], scale[expert], high=high))

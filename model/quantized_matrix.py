@@ -56,33 +56,45 @@ class Int8Experts:
 
 @dataclass(frozen=True)
 class Int4Experts:
-    """[E, N, K], a matrix an expert: weight[e, n, k] = code[e, n, k] * scale[e, n, k // group]."""
+    """[E, N, K], a matrix an expert: weight[e, n, k] = code[e, n, k] * scale[e, n, k // group].
+
+    With zeros it is (code[e, n, k] + 8 - zero[e, n, k // group]) * scale[e, n, k // group].
+    """
 
     packed: torch.Tensor  # int32 [E, N, K / 8], as model.compressed.pack has it
     scale: torch.Tensor  # [E, N, K / group], fp32 or the activations' dtype
+    zero: torch.Tensor | None = None  # int8 [E, N, K / group], 0 to 16; None: all 8
 
     @property
     def nbytes(self) -> int:
-        return self.packed.nbytes + self.scale.nbytes
+        zeros = 0 if self.zero is None else self.zero.nbytes
+        return self.packed.nbytes + self.scale.nbytes + zeros
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """[N, K]: weight[n, k] = code[n, k] * scale[n, k // group], 8 or 4 bits a code."""
+    """[N, K]: weight[n, k] = code[n, k] * scale[n, k // group], 8 or 4 bits a code.
+
+    With zeros it is (code[n, k] + 8 - zero[n, k // group]) * scale[n, k // group], of 4 bits.
+    """
 
     packed: torch.Tensor  # int32 [N, ceil(K bits / 32)], as model.compressed.pack has it
     scale: torch.Tensor  # [N, K / group], fp32 or the activations' dtype
     bits: int
     columns: int  # K
+    zero: torch.Tensor | None = None  # int8 [N, K / group], 0 to 16; None: all 8
 
     @property
     def nbytes(self) -> int:
-        return self.packed.nbytes + self.scale.nbytes
+        zeros = 0 if self.zero is None else self.zero.nbytes
+        return self.packed.nbytes + self.scale.nbytes + zeros
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """Dequantised: [N, K]."""
         n, groups = self.scale.shape
         codes = unpack(self.packed, self.bits, self.columns).view(n, groups, -1)
+        if self.zero is not None:
+            codes = codes - (self.zero - 8)[..., None]
         return (codes.float() * self.scale[..., None]).view(n, -1).to(dtype)
 
     def multiply(self, x: torch.Tensor, ops: Any, bias: torch.Tensor | None) -> torch.Tensor:
@@ -98,7 +110,9 @@ def multiply_packed(
     size = weight.columns // groups
     fits = groups == 1 or (size >= 32 and size & (size - 1) == 0)
     if weight.bits == 4 and fits and x.dtype != torch.float32 and hasattr(ops, "w4a16_gemm"):
-        y: torch.Tensor = ops.w4a16_gemm(x, weight.packed, weight.scale, bias=bias)
+        y: torch.Tensor = ops.w4a16_gemm(
+            x, weight.packed, weight.scale, weight_zero=weight.zero, bias=bias
+        )
         return y
     return F.linear(x, weight.values(x.dtype), bias)
 

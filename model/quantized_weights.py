@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from model import block_matrix, compressed
+from model import awq_gptq, block_matrix, compressed
 from model.block_matrix import BlockMatrix, Blocks
 from model.compressed import Scheme
 from model.quantized_matrix import Int4Experts, Int8Experts, Int8Matrix, PackedMatrix
@@ -27,8 +27,9 @@ def read_matrix(
         ValueError: codes or scales of another type, a scale that is not above 0, another shape.
     """
     (_, k) = sources[0][1]
-    found = [_read_codes(name, shape, scheme, source) for name, shape in sources]
+    found = [_read_codes(name, shape, scheme, source, device) for name, shape in sources]
     scale = torch.cat([one["weight_scale"].float() for one in found])
+    zero = _zeros(found)
     group = scheme.group or k
     if (
         not scheme.quantized_activations
@@ -37,12 +38,16 @@ def read_matrix(
         and k % block_matrix.GROUP == group % block_matrix.GROUP == 0
         and block_matrix.can_multiply()
     ):  # weights alone are quantised: PyTorch's embedding bag reads them as bytes
+
+        def in_blocks(groups: torch.Tensor) -> torch.Tensor:
+            return groups.repeat_interleave(group // block_matrix.GROUP, 1).t().contiguous()
+
         codes = torch.cat([_codes(one, scheme, k) for one in found])
         blocks = Blocks(
             (codes.view(torch.uint8) ^ 128).t().contiguous(),
             -128,
-            scale.repeat_interleave(group // block_matrix.GROUP, 1).t().contiguous(),
-            None,
+            in_blocks(scale),
+            None if zero is None else in_blocks((8 - zero) * scale),
         )
         matrix = block_matrix.stack([blocks])
         assert matrix is not None
@@ -54,7 +59,18 @@ def read_matrix(
     packed = torch.cat([one["weight_packed"] for one in found])
     if scheme.bits == 4:
         scale = _in_dtype(scale, dtype)
-    return PackedMatrix(packed.to(device), scale, scheme.bits, k)
+    zero = None if zero is None else zero.to(device)
+    return PackedMatrix(packed.to(device), scale, scheme.bits, k, zero)
+
+
+def _zeros(found: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor | None:
+    """Those of all layers, where one has other than 8."""
+    if not any("weight_zero" in one for one in found):
+        return None
+    eights = [torch.full_like(one["weight_scale"], 8, dtype=torch.int8) for one in found]
+    return torch.cat(
+        [one.get("weight_zero", zero) for one, zero in zip(found, eights, strict=True)]
+    )
 
 
 def _in_dtype(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -86,7 +102,7 @@ def read_experts(
     scale = torch.empty(rows, dtype=torch.float32, device=device)
     row = 0
     for (name, shape), scheme in zip(sources, schemes, strict=True):
-        found = _read_codes(name, shape, scheme, source)
+        found = _read_codes(name, shape, scheme, source, device)
         here = slice(row, row + shape[0])
         codes[here].copy_(_codes(found, scheme, k))
         scale[here].copy_(found["weight_scale"].view(-1))
@@ -98,13 +114,15 @@ def read_experts(
 
 def read_packed_experts(
     sources: Sources,
-    scheme: Scheme,
+    schemes: Sequence[Scheme],
     experts: int,
     source: Source,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Int4Experts:
-    """As ``read_experts``, of 4 bits: all matrices have one scheme, and inputs that 8 divides.
+    """As ``read_experts``, of 4 bits: all matrices have groups of one size, and 8 divides inputs.
+
+    Zeros are there where a matrix has other than 8.
 
     Raises:
         ValueError: as ``read_matrix``.
@@ -112,17 +130,24 @@ def read_packed_experts(
     rows = sum(shape[0] for _, shape in sources)
     (_, k) = sources[0][1]
     packed = torch.empty(rows, k // 8, dtype=torch.int32, device=device)
-    scale = torch.empty(rows, k // (scheme.group or k), dtype=torch.float32, device=device)
+    groups = k // (schemes[0].group or k)
+    scale = torch.empty(rows, groups, dtype=torch.float32, device=device)
+    zero: torch.Tensor | None = None
     row = 0
-    for name, shape in sources:
-        found = _read_codes(name, shape, scheme, source)
+    for (name, shape), scheme in zip(sources, schemes, strict=True):
+        found = _read_codes(name, shape, scheme, source, device)
         here = slice(row, row + shape[0])
         packed[here].copy_(found["weight_packed"])
         scale[here].copy_(found["weight_scale"])
+        if "weight_zero" in found:
+            if zero is None:
+                zero = torch.full((rows, groups), 8, dtype=torch.int8, device=device)
+            zero[here].copy_(found["weight_zero"])
         row += shape[0]
-    scale = _in_dtype(scale, dtype)
     return Int4Experts(
-        packed.view(experts, -1, packed.shape[1]), scale.view(experts, -1, scale.shape[1])
+        packed.view(experts, -1, k // 8),
+        _in_dtype(scale, dtype).view(experts, -1, groups),
+        None if zero is None else zero.view(experts, -1, groups),
     )
 
 
@@ -134,10 +159,17 @@ def _codes(found: dict[str, torch.Tensor], scheme: Scheme, k: int) -> torch.Tens
 
 
 def _read_codes(
-    name: str, shape: tuple[int, ...], scheme: Scheme, source: Source
+    name: str, shape: tuple[int, ...], scheme: Scheme, source: Source, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """The checked tensors of a quantised layer, under the names that ``Scheme.tensors`` has."""
+    """The checked tensors of a quantised layer, under the names that ``model.compressed`` has.
+
+    Those of AWQ and GPTQ become that, with ``weight_zero``, on the device.
+    """
     layer = name.removesuffix(".weight")
+    if isinstance(scheme, awq_gptq.InputMajor):
+        found = awq_gptq.read_codes(layer, (shape[0], shape[1]), scheme, source, device)
+        _check_scale(layer, found["weight_scale"], scheme, source)
+        return found
     found = {
         part: source.read(f"{layer}.{part}") for part in scheme.tensors(layer, (shape[0], shape[1]))
     }
@@ -156,16 +188,18 @@ def _read_codes(
             f"{source.where}: expected {layer}.weight_shape to be {list(shape)}, got "
             f"{found['weight_shape'].tolist()}"
         )
-    scale = found["weight_scale"]
+    _check_scale(layer, found["weight_scale"], scheme, source)
+    return found
+
+
+def _check_scale(layer: str, scale: torch.Tensor, scheme: Scheme, source: Source) -> None:
+    name = f"{layer}.{scheme.scales}"
     if not scale.is_floating_point():
-        raise ValueError(
-            f"{source.where}: expected {layer}.weight_scale in floats, got {scale.dtype}"
-        )
+        raise ValueError(f"{source.where}: expected {name} in floats, got {scale.dtype}")
     scale = scale.float()  # as it is used; of 8 bits there is no comparison
     bad = scale[~(scale.isfinite() & (scale > 0))]
     if len(bad):
         raise ValueError(
-            f"{source.where}: expected finite scales above 0 in {layer}.weight_scale, got "
-            f"{len(bad)} others, the first {bad[0].item()}"
+            f"{source.where}: expected finite scales above 0 in {name}, got {len(bad)} others, "
+            f"the first {bad[0].item()}"
         )
-    return found

@@ -163,6 +163,8 @@ class Experts:
                 weight = weight.codes
             elif isinstance(weight, Int4Experts):
                 more[f"{name}_scale"] = weight.scale
+                if weight.zero is not None:
+                    more[f"{name}_zero"] = weight.zero
                 weight = weight.packed
             weights.append(weight)
         y: Tensor = ops.fused_moe(

@@ -264,9 +264,9 @@ def _read(
     schemes = [_scheme(config, source, name, shape) for name, shape in parameter.sources]
     quantised = [scheme for scheme in schemes if scheme is not None]
     if parameter.experts and quantised:
-        if quantised[0].bits == 4:  # then all are of that scheme
+        if quantised[0].bits == 4:  # then all are, in groups of one size
             return read_packed_experts(
-                parameter.sources, quantised[0], parameter.experts, source, dtype, device
+                parameter.sources, quantised, parameter.experts, source, dtype, device
             )
         return read_experts(parameter.sources, quantised, parameter.experts, source, device)
     if len(set(schemes)) == 1:
@@ -295,7 +295,7 @@ def _scheme(
     router = layer.endswith(".mlp.gate")
     if scheme is None or not (router or ".mlp.experts." in layer):
         return scheme
-    if f"{layer}.weight_scale" not in source.shapes:
+    if f"{layer}.{scheme.scales}" not in source.shapes:
         return None  # transformers 5 has classes for both; a config that says Linear means neither
     if router:
         raise ValueError(
@@ -413,6 +413,7 @@ def check_names(config: ModelConfig, source: Source) -> None:
     for table in _tables(config):
         _check_experts(config, source, table)
     wanted: dict[str, tuple[int, ...]] = {}
+    optional: dict[str, tuple[int, ...]] = {}
     for name, shape in stored_tensors(config):
         scheme = _scheme(config, source, name, shape)
         if scheme is None:
@@ -421,6 +422,9 @@ def check_names(config: ModelConfig, source: Source) -> None:
             layer = name.removesuffix(".weight")
             stored = scheme.tensors(layer, (shape[0], shape[1]))
             wanted |= {f"{layer}.{part}": size for part, size in stored.items()}
+            for part, size in scheme.optional((shape[0], shape[1])).items():
+                if f"{layer}.{part}" in source.shapes:
+                    optional[f"{layer}.{part}"] = size
     missing = [name for name in wanted if name not in source.shapes]
     if missing == ["lm_head.weight"]:
         raise ValueError(
@@ -432,6 +436,8 @@ def check_names(config: ModelConfig, source: Source) -> None:
             f"{source.where}: expected tensor {missing[0]}, got none of that name "
             f"({len(missing)} of {len(wanted)} tensors are missing)"
         )
+    biases = [name for name in optional if name.endswith(".bias") and name not in wanted]
+    wanted |= optional
     for name, shape in wanted.items():
         if source.shapes[name] != shape:
             raise ValueError(
@@ -449,6 +455,12 @@ def check_names(config: ModelConfig, source: Source) -> None:
             f"{source.where}: expected the {len(wanted)} tensors of a {config.model_type} network "
             f"of {config.num_layers} layers, got {len(extra)} more, the first {extra[0]}"
         )
+    for name in biases:
+        if source.read(name).any():
+            raise ValueError(
+                f"{source.where}: expected zeros in {name}, as a {config.model_type} network with "
+                "this config has no bias there, got others"
+            )
 
 
 def _check_tie(config: ModelConfig, source: Source, embed_tokens: Matrix) -> None:

@@ -78,6 +78,19 @@ OTHERS: dict[str, dict[str, Any]] = {
         intermediate_size=128, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=96,
         norm_topk_prob=True, mlp_only_layers=[0], tie_word_embeddings=True,
     ),
+    # Inputs in groups of 128.
+    "qwen3-128": dict(
+        hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, attention_bias=False, tie_word_embeddings=True, num_hidden_layers=2,
+    ),
+    "qwen2-128": dict(
+        hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
+        tie_word_embeddings=False, num_hidden_layers=2,
+    ),
+    "llama-128": dict(
+        hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
+        attention_bias=True, mlp_bias=True, tie_word_embeddings=False, num_hidden_layers=2,
+    ),
 }  # fmt: skip
 
 

@@ -559,8 +559,12 @@ WEIGHTS, INPUTS = "config_groups.group_0.weights", "config_groups.group_0.input_
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ("quant_method", "gptq", r"unquantised or of compressed-tensors .*quant_method='gptq'"),
-        ("quant_method", "awq", r"quant_method='awq'"),
+        (
+            "quant_method",
+            "fp8",
+            r"unquantised or of compressed-tensors, awq or gptq .*method='fp8'",
+        ),
+        ("quant_method", "bitsandbytes", r"quant_method='bitsandbytes'"),
         ("quantization_status", "initialized", r"quantization_status must be 'compressed'"),
         ("kv_cache_scheme", {"num_bits": 8}, r"kv_cache_scheme must be null"),
         ("transform_config", {"config_groups": {}}, r"transform_config must be empty"),

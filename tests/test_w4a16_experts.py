@@ -86,8 +86,11 @@ def test_network_is_that_of_rounded_matrices(ops: Any, written: Path) -> None:
 
 
 @pytest.mark.parametrize("four_bits", [("gate_up", "down"), ("gate_up",), ("down",)])
+@pytest.mark.parametrize("zeros", [(), ("gate_up", "down")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_short_experts_equal_the_reference(four_bits: tuple[str, ...], dtype: torch.dtype) -> None:
+def test_short_experts_equal_the_reference(
+    four_bits: tuple[str, ...], zeros: tuple[str, ...], dtype: torch.dtype
+) -> None:
     """One projection may be packed without the other; more rows than are taken at once."""
     generator = torch.Generator().manual_seed(0)
     x, router = torch.randn(600, 64, generator=generator).to(dtype), torch.randn(5, 64)
@@ -99,6 +102,9 @@ def test_short_experts_equal_the_reference(four_bits: tuple[str, ...], dtype: to
             packed = torch.randint(low, end, words, generator=generator, dtype=torch.int32)
             scale = torch.rand(*shape[:2], shape[2] // 32, generator=generator) / 20
             more[f"{name}_scale"] = scale.to(dtype)
+            if name in zeros:
+                zero = torch.randint(0, 17, scale.shape, generator=generator, dtype=torch.int8)
+                more[f"{name}_zero"] = zero
             weights.append(packed)
         else:
             weights.append((torch.randn(shape, generator=generator) / 4).to(dtype))

@@ -32,9 +32,13 @@ def values(weight: torch.Tensor | Int8Experts | Int4Experts) -> torch.Tensor:
     if isinstance(weight, Int8Experts):
         return weight.codes.float() * weight.scale[..., None]
     if isinstance(weight, Int4Experts):
-        each = zip(weight.packed, weight.scale, strict=True)
+        zeros = [None] * len(weight.packed) if weight.zero is None else weight.zero
+        each = zip(weight.packed, weight.scale, zeros, strict=True)
         return torch.stack(
-            [PackedMatrix(*one, 4, 8 * one[0].shape[1]).values(torch.float32) for one in each]
+            [
+                PackedMatrix(packed, scale, 4, 8 * packed.shape[1], zero).values(torch.float32)
+                for packed, scale, zero in each
+            ]
         )
     return weight
 

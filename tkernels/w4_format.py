@@ -7,7 +7,8 @@ weight: int32 [N, K/8], q of column 8c + j in bits 4j to 4j + 3 of word c of its
 ``compressors/pack_quantized/helpers.py``, ``pack_to_int32``), which stores signed q + 8: a
 symmetric weight has zero 8. zero: int8 [N, K/group], 0 to 15; scale: [N, K/group].
 
-What is here is done once, when weights are loaded, and reads values.
+What is here is done once, when weights are loaded, and reads values. It goes through bytes, the
+lowest of a word first, as all machines that PyTorch runs on have them.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ def pack_nibbles(values: torch.Tensor) -> torch.Tensor:
             f"pack_nibbles: values must have shape [R, C], C a multiple of 8, got "
             f"{describe(values)}"
         )
-    shifts = 4 * torch.arange(8, device=values.device)
-    words = ((values.long() & 15).reshape(len(values), -1, 8) << shifts).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    pairs = values.to(torch.uint8).contiguous().view(len(values), values.shape[1] // 2, 2) & 15
+    return (pairs[..., 0] | (pairs[..., 1] << 4)).view(torch.int32)
 
 
 def unpack_nibbles(words: torch.Tensor, order: tuple[int, ...] = _NATURAL) -> torch.Tensor:
     """int8 [R, 8C], 0 to 15, of int32 [R, C]; bits 4i to 4i + 3 hold neighbour ``order[i]``."""
     if words.dim() != 2 or words.dtype != torch.int32:
         raise ValueError(f"unpack_nibbles: words must be int32 [R, C], got {describe(words)}")
-    shifts = torch.tensor([4 * order.index(j) for j in range(8)], device=words.device)
-    return ((words.long()[..., None] >> shifts) & 15).flatten(1).to(torch.int8)
+    pairs = words.reshape(-1).view(torch.uint8)
+    found = torch.stack((pairs & 15, pairs >> 4), dim=1).view(torch.int8).view(*words.shape, 8)
+    if order != _NATURAL:
+        found = found[..., [order.index(j) for j in range(8)]]
+    return found.flatten(1)
 
 
 def unpack_zero_points(packed: torch.Tensor, n: int) -> torch.Tensor:
