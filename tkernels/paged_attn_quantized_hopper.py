@@ -402,7 +402,7 @@ def _unit_of(exponents, block: gl.constexpr, STATIC: gl.constexpr):
 
 @gluon.jit
 def _add_scores(
-    s, stage, q0, q1, q2, q3, list_s, rest_s, exponents_s, scores: gl.constexpr,
+    s, stage, q0, q1, q2, q3, q_rest, list_s, rest_s, exponents_s, scores: gl.constexpr,
     left: gl.constexpr, right: gl.constexpr, LIST: gl.constexpr, N: gl.constexpr,
     MANTISSA: gl.constexpr, STATIC: gl.constexpr, FEW: gl.constexpr,
 ):
@@ -414,12 +414,20 @@ def _add_scores(
     exponents = exponents.load(gl.SliceLayout(1, rest.type.layout))
     words = _halves(rest_s.index(stage * 2).load(left), False)
     parts = (_halves(q0, True), _halves(q1, True), _halves(q2, True), _halves(q3, True))
+    if STATIC:
+        rests = (_halves(q_rest[0], True), _halves(q_rest[1], True),
+                 _halves(q_rest[2], True), _halves(q_rest[3], True))
     for i in gl.static_range(2):  # of the two blocks of each half
         k0, k1, k2, k3 = _decoded(_part(words[i], True, FEW), MANTISSA, 1)
         lower = ampere.mma_v2(_whole(k0, True, FEW, left), parts[0][i], zero)
         lower = ampere.mma_v2(_whole(k1, True, FEW, left), parts[1][i], lower)
         upper = ampere.mma_v2(_whole(k2, True, FEW, left), parts[2][i], zero)
         upper = ampere.mma_v2(_whole(k3, True, FEW, left), parts[3][i], upper)
+        if STATIC:
+            lower = ampere.mma_v2(_whole(k0, True, FEW, left), rests[0][i], lower)
+            lower = ampere.mma_v2(_whole(k1, True, FEW, left), rests[1][i], lower)
+            upper = ampere.mma_v2(_whole(k2, True, FEW, left), rests[2][i], upper)
+            upper = ampere.mma_v2(_whole(k3, True, FEW, left), rests[3][i], upper)
         rest += _part(lower, True, FEW) * _unit_of(exponents, i, STATIC)[:, None]
         rest += _part(upper, True, FEW) * _unit_of(exponents, i + 2, STATIC)[:, None]
     same = _part(gl.full([N, LIST], 0.0, gl.float16, left), False, FEW)
@@ -556,8 +564,10 @@ def _paged_attn_quantized_hopper_kernel(
         up = _power(256 - exponent)  # to between 4 and 8
         factor = _power(exponent - 2) * score_scale
         if STATIC:
-            q0_rest, q1_rest = _rounded_off(q0 * up), _rounded_off(q1 * up)
-            q2_rest, q3_rest = _rounded_off(q2 * up), _rounded_off(q3 * up)
+            q_rest = (_rounded_off(q0 * up), _rounded_off(q1 * up),
+                      _rounded_off(q2 * up), _rounded_off(q3 * up))
+        else:
+            q_rest = (up, up, up, up)  # nobody looks at it
         q0, q1 = (q0 * up).to(gl.float16), (q1 * up).to(gl.float16)
         q2, q3 = (q2 * up).to(gl.float16), (q3 * up).to(gl.float16)
         k_s = gl.allocate_shared_memory(gl.int16, [STAGES, N, D // 2], codes)
@@ -653,25 +663,25 @@ def _paged_attn_quantized_hopper_kernel(
             k0, k1 = _codes(lower_half)
             s = ampere.mma_v2(k1, q1, ampere.mma_v2(k0, q0, s))
             if STATIC:
-                of_rest = ampere.mma_v2(k1, q1_rest, ampere.mma_v2(k0, q0_rest, of_rest))
+                of_rest = ampere.mma_v2(k1, q_rest[1], ampere.mma_v2(k0, q_rest[0], of_rest))
             k2, k3 = _codes(upper_half)
             s = ampere.mma_v2(k3, q3, ampere.mma_v2(k2, q2, s))
             if STATIC:
-                s += ampere.mma_v2(k3, q3_rest, ampere.mma_v2(k2, q2_rest, of_rest))
+                s += ampere.mma_v2(k3, q_rest[3], ampere.mma_v2(k2, q_rest[2], of_rest))
             if RESIDUAL_BLOCK > 0:
                 if count <= LIST // 2:
-                    s = _add_scores(s, i % 2, q0, q1, q2, q3, list_s, rest_s, exponents_s, scores,
-                                    left, right, LIST, N, MANTISSA, STATIC, True)
+                    s = _add_scores(s, i % 2, q0, q1, q2, q3, q_rest, list_s, rest_s, exponents_s,
+                                    scores, left, right, LIST, N, MANTISSA, STATIC, True)
                 else:
-                    s = _add_scores(s, i % 2, q0, q1, q2, q3, list_s, rest_s, exponents_s, scores,
-                                    left, right, LIST, N, MANTISSA, STATIC, False)
+                    s = _add_scores(s, i % 2, q0, q1, q2, q3, q_rest, list_s, rest_s, exponents_s,
+                                    scores, left, right, LIST, N, MANTISSA, STATIC, False)
                 for begin in range(LIST, count, LIST):
                     _fetch_round(i % 2, begin, pos, low, context_len, columns, k_slots_ptr,
                                  v_slots_ptr, table_ptr, n_slots, k_residual_ptr, v_residual_ptr,
                                  k_exponents_ptr, v_exponents_ptr, list_s, rest_s, exponents_s, H,
                                  BLOCK_SIZE, D, N, LIST)
-                    s = _add_scores(s, i % 2, q0, q1, q2, q3, list_s, rest_s, exponents_s, scores,
-                                    left, right, LIST, N, MANTISSA, STATIC, False)
+                    s = _add_scores(s, i % 2, q0, q1, q2, q3, q_rest, list_s, rest_s, exponents_s,
+                                    scores, left, right, LIST, N, MANTISSA, STATIC, False)
 
             if STATIC:
                 s = s * factor
@@ -800,8 +810,10 @@ def why_unfit(problem: Problem, dev: Device) -> str | None:
         return "variant hopper has head_dim 64 or 128, and with residuals 128, in blocks of 32"
     if p["dtype"] not in (torch.bfloat16, torch.float16):
         return f"variant hopper needs bfloat16 or float16, got {p['dtype']}"
-    if p["num_heads"] // p["num_kv_heads"] > 16:
-        return "variant hopper has at most 16 query heads a KV head"
+    # q in two numbers is too much for a warp's registers beside residuals.
+    most = 8 if p["static"] and p["residual_block"] else 16
+    if p["num_heads"] // p["num_kv_heads"] > most:
+        return f"variant hopper has at most {most} query heads a KV head here"
     return None
 
 
