@@ -18,6 +18,7 @@ import torch
 
 from tkernels import device, paged_attn_quantized_hopper
 from tkernels.kv_format import NO_SLOT
+from tkernels.ops import paged_attn_quantized as op
 from tkernels.ops.paged_attn_quantized import SPEC
 from tkernels.quantized_attention_cases import problem_of
 from tkernels.registry import Config
@@ -50,6 +51,24 @@ def test_why_unfit(heads: str, mode: str, changed: dict[str, Any], why: str | No
         problem_of((5,), heads, BF16, mode, **changed), SM90
     )
     assert said is None if why is None else why in str(said)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int8_static"])
+@pytest.mark.parametrize("lse", [False, True])
+def test_an_lse_over_static_scales_is_portable(
+    lse: bool, mode: str, monkeypatch: pytest.MonkeyPatch, dev: torch.device
+) -> None:
+    problem = problem_of((5,), "16/2x128", BF16, mode, lse=lse)
+    config = {**op._portable_config(problem, SM90), **op._HOPPER, "PDL": True, "LONG_FIRST": False}
+    asked: list[str] = []
+    monkeypatch.setattr(op, "resolve", lambda *_: (config, 132))
+    kept = lambda make, config, tensors, *values: make(*tensors, *values, config=config)  # noqa: E731
+    monkeypatch.setattr(op, "planned", kept)  # and not again
+    for name in ("portable", "hopper"):
+        noting = lambda *_, name=name: lambda *_: asked.append(name)  # noqa: E731
+        monkeypatch.setattr(op, f"_bind_{name}", noting)
+    SPEC.launch(**SPEC.make_inputs(problem, dev))
+    assert asked == ["portable" if lse and mode == "int8_static" else "hopper"]
 
 
 def test_why_unfit_elsewhere() -> None:
@@ -208,7 +227,7 @@ def test_random_problems_and_configs(scales: str, seed: int, dev: torch.device) 
             window=rng.choice((None, None, 1, 16, 40, 500)),
             softcap=rng.choice((None, None, 5.0)),
             sinks=rng.random() < 0.4,
-            lse=rng.random() < 0.5,
+            lse=rng.random() < 0.5 and "static" not in mode,
         )
         config = {
             **hopper_config(problem),
@@ -258,14 +277,17 @@ def test_long_first_changes_no_bit(
             contexts = [lengths[i % len(lengths)] for i in range(batch)]
             if len(lengths) > 3:
                 contexts = [rng.choice(lengths) for _ in range(batch)]
-            problem = problem_of(contexts, heads, BF16, mode, max_context=1500, lse=True, **more)
+            has = {"lse": "static" not in mode, **more}
+            problem = problem_of(contexts, heads, BF16, mode, max_context=1500, **has)
             inputs = SPEC.make_inputs(problem, dev)
             config = {**hopper_config(problem), "SPLITS": splits, "MIN_SHARE": 64}
             plain, ordered = (
-                SPEC.launch(
-                    **inputs,
-                    out=torch.full_like(inputs["q"], torch.nan),
-                    config={**config, "LONG_FIRST": long_first},
+                tensors_of(
+                    SPEC.launch(
+                        **inputs,
+                        out=torch.full_like(inputs["q"], torch.nan),
+                        config={**config, "LONG_FIRST": long_first},
+                    )
                 )
                 for long_first in (False, True)
             )
@@ -313,8 +335,7 @@ def test_scales_of_values_far_apart(splits: int, dev: torch.device) -> None:
 def test_static_scales_over_three_decades(
     size: float, side: str, mode: str, dev: torch.device
 ) -> None:
-    """Of K, the lse tells of a q that one number is too few for."""
-    problem = many(mode, lse=True)
+    problem = many(mode)
     inputs = SPEC.make_inputs(problem, dev)
     generator = torch.Generator(dev).manual_seed(1)
     spread = 10.0 ** (3 * torch.rand(2, 128, generator=generator, device=dev) - 3)
@@ -369,7 +390,8 @@ def test_lists_of_any_length(
     rng = random.Random(block_n)
     for _ in range(4):
         steps = rng.sample(counts, len(counts))
-        problem = problem_of([block_n * len(steps)] * 3, heads, dtype, mode, outliers=1.0, lse=True)
+        has = {"outliers": 1.0, "lse": "static" not in mode}
+        problem = problem_of([block_n * len(steps)] * 3, heads, dtype, mode, **has)
         inputs = SPEC.make_inputs(problem, dev)
         for pages in inputs["block_table"].tolist():
             for step, count in enumerate(steps):
