@@ -398,9 +398,13 @@ def moe_w4a16_gemm(
     Returns:
         ``out``, or a new tensor, whose rows of no expert are undefined. NaN in a row of x stays in
         the rows made from it. Products are of exact weights, sums fp32, rounded once. With many
-        rows an expert (from 128 on, on average) weights are rounded to x's dtype first, as
-        dequantised ones would be (not of scales in fp32 beside x in fp16): that takes 128 MiB, or
-        room for one expert.
+        rows an expert, on average, weights are rounded to x's dtype first, as dequantised ones
+        would be, where scales are of x's dtype:
+
+        on Hopper from 8 rows on (from 12 without ``silu_and_mul``; ``variant`` "wide"): in bf16
+            without zero points scales have to be below 2048. Takes another copy of all R rows.
+        elsewhere from 128 on ("unpacked"; bf16 with scales in fp32, too): takes 128 MiB, or room
+            for one expert.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
