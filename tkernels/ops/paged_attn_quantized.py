@@ -727,8 +727,8 @@ def paged_attn_quantized(
         mantissa_bits: of the residuals' 4-bit numbers.
 
     Returns:
-        As ``paged_attn``. On Hopper, decode with static scales adds at most 24576 steps of a code (in
-        e1m2 7168) to what a scale clips; what lies beyond comes as that.
+        As ``paged_attn``. On Hopper, decode over static scales adds at most 24576 steps of a code
+        (in e1m2 7168) to what a scale clips; what lies beyond comes as that.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, stride or device.
