@@ -46,6 +46,8 @@ _LAYERS = r"model\.layers\."  # both leave all else alone, but for a lm_head tha
 class InputMajor(Scheme):
     """A layer stored with inputs first; ``format`` is AWQ, GPTQ or GPTQ_V2."""
 
+    may_reorder: bool = False  # inputs have groups in another order, unless g_idx says otherwise
+
     @property
     def scales(self) -> str:
         return "scales"
@@ -63,10 +65,12 @@ class InputMajor(Scheme):
                 f"{_WHERE}: bits={self.bits} wants inputs and outputs that divide by {a_word}, got "
                 f"{name} with {k} and {n}"
             )
+        order = {"g_idx": (k,)} if self.may_reorder else {}
         return {
             "qweight": (k, n // a_word) if self.format == AWQ else (k // a_word, n),
             "qzeros": (k // group, n // a_word),
             "scales": (k // group, n),
+            **order,
         }
 
     def optional(self, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
@@ -117,7 +121,7 @@ def _gptq(config: Mapping[str, Any]) -> InputMajor:
     _one_of("is_marlin_format", config.get("is_marlin_format", False), False)
     for name in ("adapter", "rotation"):  # of GPTQModel: a network with more in it
         _one_of(name, config.get(name), None)
-    _flag(config, "desc_act", False)  # g_idx tells whether inputs are in another order
+    reorders = _flag(config, "desc_act", False)
     symmetric = _flag(config, "sym", True)
     group = _group(config)
     if bits == 8 and group is not None:
@@ -127,7 +131,8 @@ def _gptq(config: Mapping[str, Any]) -> InputMajor:
         )
     if bits == 8 and not symmetric:
         raise ValueError(f"{_WHERE}: sym must be true with bits=8, got false")
-    return InputMajor(form, bits, group, False)
+    # g_idx tells whether they are: with desc_act a layer of several groups must have one.
+    return InputMajor(form, bits, group, False, reorders and group is not None)
 
 
 def _dynamic(

@@ -369,6 +369,18 @@ def test_order_of_inputs_that_is_none(bases: dict[str, Path], tmp_path: Path) ->
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
+def test_order_of_inputs_that_nothing_tells(bases: dict[str, Path], tmp_path: Path) -> None:
+    """With desc_act and several groups g_idx must be there; of one group there is no order."""
+    for group in (32, -1):
+        one = Layout("gptq", group, g_idx=False, more={"desc_act": True})
+        folder, _ = write(bases["qwen3-128"], one, tmp_path / str(group))
+        if group == -1:
+            load_folder(folder)
+            continue
+        with pytest.raises(ValueError, match=rf"expected tensor {Q0}\.g_idx, got none"):
+            load_folder(folder)
+
+
 MIXTURE = "qwen3_moe-one-of-three"
 
 

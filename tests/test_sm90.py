@@ -163,6 +163,8 @@ def test_unset_registers_are_noticed() -> None:
     assert [line.split(":")[0] for line in unset(looped)] == ["0070"]
     mended = sass.replace("ULDC UR4,", "ULDC.64 UR10,").replace("UR4, 0x", "UR10, 0x")
     assert unset(mended) == []
+    with pytest.raises(ValueError, match="expected lines as nvdisasm writes them"):
+        unset("0000: EXIT")
 
 
 @pytest.mark.parametrize("every_case", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -61,10 +61,10 @@ def unset(sass: str) -> list[str]:
             labels[label[1]] = len(lines)
         elif line := _LINE.match(text):
             lines.append(_line(*line.groups()))
-    known: list[frozenset[int] | None] = [None] * len(lines)
-    if lines:
-        known[0] = frozenset()
-    todo = [0] if lines else []
+    if not lines:  # another way to write programs would have nothing found in it
+        raise ValueError(f"unset: expected lines as nvdisasm writes them, got {sass[:100]!r}")
+    known: list[frozenset[int] | None] = [frozenset(), *[None] * (len(lines) - 1)]
+    todo = [0]
     while todo:
         i = todo.pop()
         line, before = lines[i], known[i]

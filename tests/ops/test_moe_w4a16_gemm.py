@@ -449,6 +449,7 @@ def test_a_captured_graph_serves_any_routing(way: dict[str, Any], dev: torch.dev
         ({"expert_offsets": torch.zeros(E).int()}, r"expert_offsets must have shape \[E\+1=6\]"),
         ({"sorted_ids": torch.zeros(T * TOP_K).long()}, "sorted_ids must be int32"),
         ({"topk_weights": torch.zeros(T)}, "topk_weights must be contiguous with R=18 elements"),
+        ({"topk_weights": torch.tensor(1.0)}, "topk_weights must be contiguous with R=18 elements"),
         ({"topk_weights": torch.zeros(T, 2).half()}, "topk_weights must be float32"),
         ({"top_k": 3}, "top_k must be 0, or R=18 rows divided by the 9 of x, got 3"),
         ({"top_k": 2.0}, "top_k must be an int"),
