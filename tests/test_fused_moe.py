@@ -426,8 +426,11 @@ def test_refusals(changes: dict[str, Any], words: str, dev: torch.device) -> Non
         ({"down_weight": torch.zeros(E, 64, 5).int()}, r"fused_moe: down_weigh.* \[.*, I/8=4\], "),
         ({"down_weight": torch.zeros(E, 64, 32).half(), "down_scale": None},
          "fused_moe: down_zero must be None without weights of 4 bits, got int8"),
-        ({"gate_up_scale": torch.zeros(E, 64, 4)}, "moe_w4a16_gemm: weight_scale must have shape"),
-        ({"x": torch.zeros(T, 64)}, "moe_w4a16_gemm: x must be bfloat16 or float16, got float32"),
+        ({"gate_up_scale": torch.zeros(E, 64, 4)}, r"fused_moe: \w+_scale must have shape "),
+        ({"x": torch.zeros(T, 64)}, "fused_moe: x must be bfloat16 or float16, got float32"),
+        ({"x": torch.zeros(0, 64), "router_logits": torch.zeros(0, E)}, "fused_moe: x must be bf"),
+        ({"down_zero": torch.zeros(E, 64, 3).char()}, "fused_moe: down_zero must have shape "),
+        ({"down_zero": torch.zeros(E, 64, 1)}, "fused_moe: down_zero must be int8, got float32"),
     ],
 )  # fmt: skip
 def test_refusals_of_4_bits(changes: dict[str, Any], words: str, dev: torch.device) -> None:

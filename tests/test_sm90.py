@@ -161,6 +161,10 @@ def test_unset_registers_are_noticed() -> None:
     assert [line.split(":")[0] for line in unset(sass)] == ["0070"]
     looped = sass.replace("BRA `(.L_x_2)", "@P1 BRA `(.L_x_1)")
     assert [line.split(":")[0] for line in unset(looped)] == ["0070"]
+    copied = sass.replace("UIADD3 UR34, UP0, UR10", "UMOV UR34, UR10 ; //").replace(
+        "UIADD3 UR5, UR4, 0x1, URZ", "UIADD3 UR5, UR34, 0x1, URZ"
+    )
+    assert [line.split(":")[0] for line in unset(copied)] == ["0090"]
     mended = sass.replace("ULDC UR4,", "ULDC.64 UR10,").replace("UR4, 0x", "UR10, 0x")
     assert unset(mended) == []
     with pytest.raises(ValueError, match="expected lines as nvdisasm writes them"):

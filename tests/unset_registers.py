@@ -2,6 +2,9 @@
 
 ptxas can compute what two branches share in one of them alone: of a kernel whose branches began
 with the same addresses of ``wgmma`` each, the second took what lay in the registers (ptxas 12.8).
+
+A copy of such a register is as unset as that is, and no harm until it is read. What is not seen: a
+write behind a guard counts, and so does what comes back from an ordinary register.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ class _Line:
     text: str
     reads: frozenset[int]
     writes: frozenset[int]
+    copies: bool
     falls: bool  # the next line may follow
     targets: tuple[str, ...]
 
@@ -38,8 +42,6 @@ def _line(place: str, guard: str | None, op: str, rest: str) -> _Line:
         first = int(operands[0][2:])
         writes = {first, first + 1} if _PAIR.search(op) else {first}
         rest = ", ".join(operands[1:])
-    if op == "MOV":  # put aside, as registers are whatever they hold, and fetched again by R2UR
-        rest = ""
     # Of a product whose left operand is in registers the pair before has none.
     described = {int(n) + i for n in re.findall(r"gdesc\[UR(\d+)\]", rest) for i in (2, 3)}
     rest = re.sub(r"g?desc\[UR\d+\]", "", rest)
@@ -49,7 +51,8 @@ def _line(place: str, guard: str | None, op: str, rest: str) -> _Line:
     falls = not (branches or op.startswith(_ENDS)) or not certain
     falls = falls or ".DIV" in op
     targets = tuple(re.findall(r"\.L_x_\d+", rest)) if branches else ()
-    return _Line(place, f"{op} {rest}", frozenset(reads), frozenset(writes), falls, targets)
+    copies = op in ("MOV", "UMOV")
+    return _Line(place, f"{op} {rest}", frozenset(reads), frozenset(writes), copies, falls, targets)
 
 
 def unset(sass: str) -> list[str]:
@@ -69,7 +72,8 @@ def unset(sass: str) -> list[str]:
         i = todo.pop()
         line, before = lines[i], known[i]
         assert before is not None
-        after = before | line.writes
+        spoilt = line.copies and not line.reads <= before
+        after = before - line.writes if spoilt else before | line.writes
         following = [labels[t] for t in line.targets if t in labels]
         for j in following + ([i + 1] if line.falls else []):
             if j >= len(lines):
@@ -82,7 +86,7 @@ def unset(sass: str) -> list[str]:
     return [
         f"{line.place}: {line.text}"
         for line, before in zip(lines, known, strict=True)
-        if before is not None and line.reads - before
+        if before is not None and line.reads - before and not line.copies
     ]
 
 

@@ -118,6 +118,31 @@ def _columns(weight: torch.Tensor, **size: int) -> dict[str, int]:
     return {f"{name}/8": columns // 8 for name, columns in size.items()}
 
 
+def _check_groups(
+    name: str,
+    t: torch.Tensor,
+    weight: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    like: torch.Tensor | None = None,
+) -> None:
+    """Scales or zero points of weights of 4 bits; ``like``: zero points have the scales' shape."""
+    check_tensor(_OP, name, t)
+    check_dtype(_OP, name, t, dtypes)
+    (e, n, words), groups = weight.shape, t.shape[2] if t.dim() == 3 else 0
+    k = 8 * words
+    group = k // groups if groups and k % groups == 0 else 0
+    whole = groups == 1 or (group >= 32 and group & (group - 1) == 0)
+    if tuple(t.shape[:2]) != (e, n) or group == 0 or not whole:
+        raise ValueError(
+            f"{_OP}: {name} must have shape [E={e}, N={n}, K/group], group a power of two from 32 "
+            f"on, or K={k}, got {describe(t)}"
+        )
+    if like is not None and t.shape != like.shape:
+        raise ValueError(f"{_OP}: {name} must have the scales' shape, got {describe(t)}")
+    if not t.is_contiguous():
+        raise ValueError(f"{_OP}: {name} must be contiguous, got {describe(t)}")
+
+
 def fused_moe(
     x: torch.Tensor,
     router_logits: torch.Tensor,
@@ -212,9 +237,16 @@ def fused_moe(
         ("gate_up", gate_up_weight, gate_up_scale, gate_up_zero),
         ("down", down_weight, down_scale, down_zero),
     ):
-        if weight.dtype == torch.int32 and ws is None:
-            raise ValueError(f"{_OP}: {name}_scale must be given with weights of 4 bits, got None")
-        if weight.dtype != torch.int32 and zero is not None:
+        if weight.dtype == torch.int32:
+            if ws is None:
+                raise ValueError(
+                    f"{_OP}: {name}_scale must be given with weights of 4 bits, got None"
+                )
+            check_dtype(_OP, "x", x, (torch.bfloat16, torch.float16))
+            _check_groups(f"{name}_scale", ws, weight, (x.dtype, torch.float32))
+            if zero is not None:
+                _check_groups(f"{name}_zero", zero, weight, (torch.int8,), like=ws)
+        elif zero is not None:
             raise ValueError(
                 f"{_OP}: {name}_zero must be None without weights of 4 bits, got {describe(zero)}"
             )
