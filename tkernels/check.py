@@ -93,7 +93,8 @@ def check_shape(op: str, name: str, t: torch.Tensor, **dims: int | None) -> None
 
 def check_last_contiguous(op: str, name: str, t: torch.Tensor) -> None:
     """Neighbouring elements of the last dimension are neighbours in memory."""
-    if t.dim() and t.shape[-1] > 1 and t.stride(-1) != 1:
+    shape = t.shape
+    if shape and shape[-1] > 1 and t.stride(-1) != 1:
         raise ValueError(
             f"{op}: {name} must be contiguous in its last dimension (stride 1), "
             f"got strides {list(t.stride())} for shape {list(t.shape)}"
