@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from typing import Any
@@ -16,7 +17,7 @@ from tkernels.moe_gemm_cases import dispatched
 from tkernels.moe_w4a16_cases import moe_w4_inputs, moe_w4_problem
 from tkernels.ops import moe_gemm
 from tkernels.ops.moe_w4a16_gemm import SPEC
-from tkernels.registry import Config, Problem
+from tkernels.registry import Config, KernelSpec, Problem
 from tkernels.testing import assert_right, guarded, tensors_of
 from tkernels.w4_format import dequantize_w4
 
@@ -208,6 +209,11 @@ WAYS: dict[str, Config] = {
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
+def held_to(way: Config) -> KernelSpec:
+    """ "core" has products of exact weights: only "wide" is off by what rounding them costs."""
+    return SPEC if way["variant"] == "wide" else dataclasses.replace(SPEC, tolerance=1.0)
+
+
 def at_home(way: Config, first: bool) -> Config:
     """``way`` for gate_up, or for down, of which "wide" has other tiles."""
     return {**way, "BLOCK_N": 256} if way["variant"] == "wide" and not first else way
@@ -217,7 +223,8 @@ def at_home(way: Config, first: bool) -> Config:
 @needs_sm90
 @pytest.mark.parametrize("seed", range(12))
 def test_random_problems_and_configs(seed: int, dev: torch.device) -> None:
-    products.are_right(SPEC, random_problems(seed, device.current()), dev)
+    for problem, config in random_problems(seed, device.current()):
+        products.are_right(held_to(config), [(problem, config)], dev)
 
 
 @gpu
@@ -228,7 +235,7 @@ def test_random_problems_and_configs(seed: int, dev: torch.device) -> None:
 def test_a_layer_of_qwen(way: Config, first: bool, tokens: int, dev: torch.device) -> None:
     n, k = (1536, 2048) if first else (2048, 768)
     problem = moe_w4_problem(tokens, 128, 8, n, k, first=first, routing="zipf")
-    products.are_right(SPEC, [(problem, at_home(way, first))], dev)
+    products.are_right(held_to(way), [(problem, at_home(way, first))], dev)
 
 
 @gpu
@@ -239,7 +246,7 @@ def test_a_layer_of_qwen(way: Config, first: bool, tokens: int, dev: torch.devic
 def test_one_step(way: Config, first: bool, group: int, dev: torch.device) -> None:
     """Tiles of all heights, of whose loop nothing is left where it is known to have one step."""
     problem = moe_w4_problem(300, 20, 2, 256, 128, first=first, group=group, routing="zipf")
-    products.are_right(SPEC, [(problem, at_home(way, first))], dev)
+    products.are_right(held_to(way), [(problem, at_home(way, first))], dev)
 
 
 @gpu

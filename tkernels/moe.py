@@ -34,7 +34,7 @@ from tkernels.ops.moe_gemm import moe_gemm
 from tkernels.ops.moe_route import moe_route, moe_route_ref
 from tkernels.ops.moe_w4a16_gemm import moe_w4a16_gemm
 from tkernels.ops.quantize_per_token import quantize_ahead, quantize_per_token_ref
-from tkernels.w4_format import dequantize_w4
+from tkernels.w4_format import dequantize_w4, group_of
 
 _OP = "fused_moe"
 _CHUNK_BYTES = 512 << 20  # of h and y at a time: enough tokens to fill any chip
@@ -128,11 +128,9 @@ def _check_groups(
     """Scales or zero points of weights of 4 bits; ``like``: zero points have the scales' shape."""
     check_tensor(_OP, name, t)
     check_dtype(_OP, name, t, dtypes)
-    (e, n, words), groups = weight.shape, t.shape[2] if t.dim() == 3 else 0
+    e, n, words = weight.shape
     k = 8 * words
-    group = k // groups if groups and k % groups == 0 else 0
-    whole = groups == 1 or (group >= 32 and group & (group - 1) == 0)
-    if tuple(t.shape[:2]) != (e, n) or group == 0 or not whole:
+    if t.dim() != 3 or t.shape[:2] != (e, n) or group_of(k, t) == 0:
         raise ValueError(
             f"{_OP}: {name} must have shape [E={e}, N={n}, K/group], group a power of two from 32 "
             f"on, or K={k}, got {describe(t)}"

@@ -58,6 +58,13 @@ def unpack_zero_points(packed: torch.Tensor, n: int) -> torch.Tensor:
     return unpack_nibbles(packed.t())[:, :n].t().contiguous()
 
 
+def group_of(k: int, scale: torch.Tensor) -> int:
+    """Columns with one scale, by the last dimension: a power of two from 32 on, or K; else 0."""
+    groups = scale.shape[-1] if scale.dim() else 0
+    group = k // groups if groups and k % groups == 0 else 0
+    return group if groups == 1 or (group >= 32 and group & (group - 1) == 0) else 0
+
+
 def dequantize_w4(
     weight: torch.Tensor, weight_scale: torch.Tensor, weight_zero: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -83,7 +83,8 @@ def assert_right(got: torch.Tensor, inputs: dict[str, Any], rows: int | None = N
     precise = {n: v for n, v in inputs.items() if n != "config"}
     precise["x"] = precise["x"].float()
     truth = tkernels.reference.moe_w4a16_gemm(**precise)
-    assert_close(got[:rows], truth[:rows], what="moe_w4a16_gemm", factor=SPEC.tolerance)
+    factor = 1.0 if INTERPRETED else SPEC.tolerance  # on Hopper many rows have rounded weights
+    assert_close(got[:rows], truth[:rows], what="moe_w4a16_gemm", factor=factor)
 
 
 SMALL = {"BLOCK_N": 16, "BLOCK_K": 128, "num_warps": 1, "num_stages": 2, "variant": "portable"}

@@ -56,7 +56,7 @@ from tkernels.ops.moe_gemm import (
 from tkernels.ops.paged_attn import _has_pdl, _let_next_kernel_start, _wait_for_earlier_kernels
 from tkernels.ops.w4a16_gemm import _has_asm, _product, _scaled
 from tkernels.registry import Config, KernelSpec, Problem, op, register
-from tkernels.w4_format import dequantize_w4
+from tkernels.w4_format import dequantize_w4, group_of
 
 _OP = "moe_w4a16_gemm"
 
@@ -664,8 +664,7 @@ def _check(
     if silu_and_mul and n % 2:
         raise ValueError(f"{_OP}: weight must have gate and up rows, got {describe(weight)}")
     groups = weight_scale.shape[2] if weight_scale.dim() == 3 else 0
-    group = k // groups if groups and k % groups == 0 else 0
-    if group == 0 or (groups > 1 and (group < 32 or group & (group - 1))):
+    if groups == 0 or group_of(k, weight_scale) == 0:
         raise ValueError(
             f"{_OP}: weight_scale must have shape [E={e}, N={n}, K/group], group a power of two "
             f"from 32 on, or K={k}, got {describe(weight_scale)}"
