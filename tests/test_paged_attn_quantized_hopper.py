@@ -367,6 +367,22 @@ def test_residuals_of_what_static_scales_clip(side: str, mantissa: int, dev: tor
 
 @gpu
 @needs_sm90
+@pytest.mark.parametrize("mantissa", [0, 1, 2])
+def test_the_largest_weight_times_the_largest_unit(mantissa: int, dev: torch.device) -> None:
+    """One key of a scale just below a power of two, whose rests fill half a step of a code."""
+    more = {"outliers": 1.0, "mantissa_bits": mantissa}
+    problem = problem_of([1] * 9, "16/2x128", BF16, "int8_fp4", **more)
+    inputs = SPEC.make_inputs(problem, dev)
+    inputs["v_scale"].copy_(torch.where(inputs["v_scale"] < 0, -1.0, 1.0) * (1 - 2.0**-20))
+    largest = {0: 127 - 7, 1: 127 - 3, 2: 127 - 1}[mantissa]  # LARGEST of kv_format times it >= 1/2
+    inputs["v_residual_scale"].fill_(largest)
+    got = tensors_of(SPEC.launch(**inputs, config=hopper_config(problem)))
+    assert all(bool(t.isfinite().all()) for t in got)
+    assert_right(SPEC, inputs, got)
+
+
+@gpu
+@needs_sm90
 @pytest.mark.parametrize("mode", ["int8_fp4", "int8_static_fp4"])
 def test_a_full_pool_and_all_tokens_outliers(mode: str, dev: torch.device) -> None:
     problem = problem_of([8192] * 9, "4/1x128", BF16, mode, outliers=1.0)

@@ -448,7 +448,9 @@ def _add_results(
 ):
     """Results, in four parts [D / 4, R], and what the residuals of listed keys add to them."""
     part: gl.constexpr = LIST // 2 if FEW else LIST
-    lift: gl.constexpr = 16384.0 if STATIC else 1
+    # A weight of 8 times a unit of e1m2, 1/2, times 2^14 would be beyond fp16.
+    halved: gl.constexpr = MANTISSA == 2 and not STATIC
+    lift: gl.constexpr = 16384.0 if STATIC else (2.0 if halved else 1)
     same = _part(gl.full([LIST, N], 0.0, gl.float16, left), True, FEW)
     key = list_s.index(stage * 2 + 1).slice(0, part).load(gl.SliceLayout(1, same.type.layout)) >> 16
     n = gl.arange(0, N, gl.SliceLayout(0, same.type.layout)).to(gl.float16)
@@ -456,6 +458,8 @@ def _add_results(
     zero = gl.full([LIST, weights.shape[1]], 0.0, gl.float32, scores)
     picked = ampere.mma_v2(_whole(onehot, True, FEW, left), weights, zero)
     picked = _part(picked, True, FEW)
+    if halved:
+        picked *= 0.5
     exponents = exponents_s.index(stage * 2 + 1).slice(0, part)
     exponents = exponents.load(gl.SliceLayout(1, picked.type.layout))
     words = _halves(rest_s.index(stage * 2 + 1).permute([1, 0]).load(left), True)

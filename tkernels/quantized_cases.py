@@ -74,7 +74,8 @@ def quantized_shape(
 
 
 def quantized_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
-    """k and v as views of a packed qkv; one token in ``outlier_every`` has an outlier channel.
+    """k and v as views of a packed qkv; of each head one token in ``outlier_every`` has an outlier
+    channel.
 
     K and V differ in all that they have: numbers, outlier tokens, static scales, thresholds and the
     order of free slots.
@@ -83,11 +84,13 @@ def quantized_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:
     num_blocks, bits = cdiv(2 * tokens, problem["block_size"]), problem.get("mantissa_bits", 1)
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(tokens, 4 * heads, dim, generator=generator)
-    found = torch.arange(tokens)[:: problem.get("outlier_every", 25)]
+    # Each head has its own outlier tokens, as many as a cache's pool is made for.
+    every = problem.get("outlier_every", 25)
+    token, head = torch.arange(tokens)[:, None], torch.arange(heads)
     caches: dict[str, torch.Tensor] = {}
     for i, which in enumerate("kv"):
-        # Each head has its own outlier tokens.
-        qkv[found, (2 + i) * heads + (found + i) % heads, dim // 3 + i * (dim > 1)] = 60.0
+        found = (token + 7 * head + i) % every == 0
+        qkv[:, (2 + i) * heads :][:, :heads, dim // 3 + i * (dim > 1)][found] = 60.0
         cache = _empty_cache(problem, num_blocks, FORMATS[bits], 1.0 + 0.25 * i, dev)
         if cache.free_slots is not None and i:
             cache.free_slots.copy_(cache.free_slots.flip(1))
