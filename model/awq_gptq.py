@@ -52,6 +52,10 @@ class InputMajor(Scheme):
     def scales(self) -> str:
         return "scales"
 
+    @property
+    def is_dequantised(self) -> bool:
+        return self.bits == 8 and self.group is not None
+
     def tensors(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         n, k = shape
         group = self.group or k
@@ -124,11 +128,6 @@ def _gptq(config: Mapping[str, Any]) -> InputMajor:
     reorders = _flag(config, "desc_act", False)
     symmetric = _flag(config, "sym", True)
     group = _group(config)
-    if bits == 8 and group is not None:
-        raise ValueError(
-            f"{_WHERE}: group_size must be -1 with bits=8 (8 bits have kernels for a scale a "
-            f"channel, 4 bits for groups too), got {group}"
-        )
     if bits == 8 and not symmetric:
         raise ValueError(f"{_WHERE}: sym must be true with bits=8, got false")
     # g_idx tells whether they are: with desc_act a layer of several groups must have one.

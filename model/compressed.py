@@ -9,7 +9,8 @@ Of a layer X with a weight [N, K] a checkpoint stores, instead of ``X.weight`` i
     both             X.weight_scale   float [N, 1], or [N, K / group]: weight = code * scale
 
 ``quantization_config`` in config.json says which layers have which scheme. What is not known here
-is refused: other codes, zero points, static or other activations, transforms.
+is refused: other codes, zero points, static or other activations, transforms. Format
+"float-quantized" is ``model.float8``'s.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ class Scheme:
     def scales(self) -> str:
         """Name (below that of the layer) of the scales."""
         return "weight_scale"
+
+    @property
+    def is_dequantised(self) -> bool:
+        """Whether weights become numbers of 16 or 32 bits as they are read: no kernel has them."""
+        return False
 
     def tensors(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         """Names (below that of the layer) and shapes of what is stored for a weight ``shape``."""
@@ -105,11 +111,11 @@ def parse(config: Any) -> Quantization:
     method = config.get("quant_method") if isinstance(config, Mapping) else config
     if method != METHOD:
         raise ValueError(
-            f"config.json: expected a checkpoint that is unquantised or of {METHOD}, awq or gptq "
-            f"(or a GGUF file), got quantization_config with quant_method={method!r}"
+            f"config.json: expected a checkpoint that is unquantised or of {METHOD}, awq, gptq or "
+            f"fp8 (or a GGUF file), got quantization_config with quant_method={method!r}"
         )
-    _one_of("quantization_status", config.get("quantization_status"), "compressed", "frozen")
-    _one_of("kv_cache_scheme", config.get("kv_cache_scheme"), None)
+    one_of("quantization_status", config.get("quantization_status"), "compressed", "frozen")
+    one_of("kv_cache_scheme", config.get("kv_cache_scheme"), None)
     for name in ("sparsity_config", "transform_config"):
         given = config.get(name)
         if given and not (isinstance(given, Mapping) and given.get("format") == "dense"):
@@ -124,34 +130,39 @@ def parse(config: Any) -> Quantization:
 
 
 def _group(name: str, group: Any, default: Any) -> tuple[tuple[str, ...], Scheme]:
+    from model import float8  # whose schemes are kinds of this file's
+
     if not isinstance(group, Mapping):
         raise ValueError(f"{_WHERE}: {name} must be a scheme with targets, got {group!r}")
     targets = _patterns(f"{name}.targets", group.get("targets"))
     stored = group.get("format") or default
-    _one_of(f"{name}.format", stored, INT, PACKED)
-    _one_of(f"{name}.output_activations", group.get("output_activations"), None)
+    one_of(f"{name}.format", stored, INT, PACKED, float8.FLOAT)
+    one_of(f"{name}.output_activations", group.get("output_activations"), None)
     weights = group.get("weights")
     if not isinstance(weights, Mapping):
         raise ValueError(f"{_WHERE}: {name}.weights must say how weights are stored, got {weights}")
+    activations = group.get("input_activations")
+    where = f"{name}.input_activations"
+    if not isinstance(activations, Mapping | None):
+        raise ValueError(f"{_WHERE}: {where} must be null or a scheme, got {activations!r}")
+    if stored == float8.FLOAT:
+        return targets, float8.scheme_of_group(name, weights, activations)
     where = f"{name}.weights"
     _plain_int(where, weights)
-    _one_of(f"{where}.num_bits", weights.get("num_bits", 8), *((8,) if stored == INT else (8, 4)))
-    _one_of(f"{where}.dynamic", weights.get("dynamic", False), False)
-    _one_of(f"{where}.actorder", weights.get("actorder"), None, False, "weight", "static")
+    one_of(f"{where}.num_bits", weights.get("num_bits", 8), *((8,) if stored == INT else (8, 4)))
+    one_of(f"{where}.dynamic", weights.get("dynamic", False), False)
+    one_of(f"{where}.actorder", weights.get("actorder"), None, False, "weight", "static")
     size = weights.get("group_size")
     strategy = weights.get("strategy") or ("tensor" if size is None else _strategy(size))
-    _one_of(f"{where}.strategy", strategy, "channel", *(("group",) if stored == PACKED else ()))
+    one_of(f"{where}.strategy", strategy, "channel", *(("group",) if stored == PACKED else ()))
     if strategy == "group" and (type(size) is not int or size < 1):
         raise ValueError(f"{_WHERE}: {where}.group_size must be 1 or more, got {size!r}")
-    activations = group.get("input_activations")
     if activations is not None:
         where = f"{name}.input_activations"
-        if not isinstance(activations, Mapping):
-            raise ValueError(f"{_WHERE}: {where} must be null or a scheme, got {activations!r}")
         _plain_int(where, activations)
-        _one_of(f"{where}.num_bits", activations.get("num_bits", 8), 8)
-        _one_of(f"{where}.dynamic", activations.get("dynamic", False), True)
-        _one_of(f"{where}.strategy", activations.get("strategy"), "token")
+        one_of(f"{where}.num_bits", activations.get("num_bits", 8), 8)
+        one_of(f"{where}.dynamic", activations.get("dynamic", False), True)
+        one_of(f"{where}.strategy", activations.get("strategy"), "token")
         if strategy != "channel" or weights.get("num_bits", 8) != 8:
             raise ValueError(
                 f"{_WHERE}: {where} must be null unless weights have 8 bits and a scale a channel, "
@@ -172,12 +183,12 @@ def _strategy(size: Any) -> str:
 
 def _plain_int(where: str, args: Mapping[str, Any]) -> None:
     """Integers with a zero that is 0."""
-    _one_of(f"{where}.type", args.get("type", "int"), "int")
-    _one_of(f"{where}.symmetric", args.get("symmetric", True), True)
-    _one_of(f"{where}.block_structure", args.get("block_structure"), None)
+    one_of(f"{where}.type", args.get("type", "int"), "int")
+    one_of(f"{where}.symmetric", args.get("symmetric", True), True)
+    one_of(f"{where}.block_structure", args.get("block_structure"), None)
 
 
-def _one_of(name: str, value: Any, *allowed: Any) -> None:
+def one_of(name: str, value: Any, *allowed: Any) -> None:
     if not any(value == one and type(value) is type(one) for one in allowed):
         wanted = " or ".join("null" if one is None else repr(one) for one in allowed)
         raise ValueError(f"{_WHERE}: {name} must be {wanted}, got {value!r}")

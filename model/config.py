@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model import awq_gptq, compressed
+from model import awq_gptq, compressed, float8
 from model.compressed import Quantization
 from tkernels import build_cos_sin_cache
 
@@ -168,6 +168,8 @@ def from_hf(config: Mapping[str, Any], more_eos_ids: tuple[int, ...] = ()) -> Mo
 def _quantization(stored: Any) -> Quantization:
     if isinstance(stored, Mapping) and stored.get("quant_method") in awq_gptq.METHODS:
         return awq_gptq.parse(stored)
+    if isinstance(stored, Mapping) and stored.get("quant_method") == float8.FP8:
+        return float8.parse(stored)
     return compressed.parse(stored)
 
 

@@ -5,11 +5,12 @@ Which layers are quantised, and how, says ``model.compressed``; ``model.weights`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
-from model import awq_gptq, block_matrix, compressed
+from model import awq_gptq, block_matrix, compressed, float8
 from model.block_matrix import BlockMatrix, Blocks
 from model.compressed import Scheme
 from model.quantized_matrix import Int4Experts, Int8Experts, Int8Matrix, PackedMatrix
@@ -61,6 +62,34 @@ def read_matrix(
         scale = _in_dtype(scale, dtype)
     zero = None if zero is None else zero.to(device)
     return PackedMatrix(packed.to(device), scale, scheme.bits, k, zero)
+
+
+def dequantised(
+    layers: Mapping[str, tuple[tuple[int, ...], Scheme]], source: Source, device: torch.device
+) -> Source:
+    """``source``, in which weights of ``Scheme.is_dequantised`` are fp32 [N, K] on ``device``.
+
+    Args:
+        layers: shape and scheme of each weight, by its name.
+
+    Raises:
+        ValueError: when one is read, as ``read_matrix``.
+    """
+
+    def read(name: str) -> torch.Tensor:
+        shape, scheme = layers.get(name, ((), None))
+        if scheme is None or not scheme.is_dequantised:
+            return source.read(name)
+        found = _read_codes(name, shape, scheme, source, device)
+        scale = found[scheme.scales if isinstance(scheme, float8.Float8) else "weight_scale"]
+        if isinstance(scheme, float8.Float8):
+            return float8.dequantise(found["weight"].to(device), scale.to(device), scheme)
+        n, k = shape
+        codes = compressed.unpack(found["weight_packed"], scheme.bits, k).float()
+        groups = codes.view(n, -1, scheme.group or k)
+        return groups.mul_(scale.float()[..., None]).view(n, k)
+
+    return replace(source, read=read)
 
 
 def _zeros(found: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor | None:
@@ -173,11 +202,7 @@ def _read_codes(
     found = {
         part: source.read(f"{layer}.{part}") for part in scheme.tensors(layer, (shape[0], shape[1]))
     }
-    codes, wanted = (
-        ("weight", torch.int8)
-        if scheme.format == compressed.INT
-        else ("weight_packed", torch.int32)
-    )
+    codes, wanted = _CODES.get(scheme.format, ("weight_packed", torch.int32))
     if found[codes].dtype != wanted:
         raise ValueError(
             f"{source.where}: expected {layer}.{codes} in {wanted}, as {scheme.format} has it, got "
@@ -188,8 +213,16 @@ def _read_codes(
             f"{source.where}: expected {layer}.weight_shape to be {list(shape)}, got "
             f"{found['weight_shape'].tolist()}"
         )
-    _check_scale(layer, found["weight_scale"], scheme, source)
+    _check_scale(layer, found[scheme.scales], scheme, source)
     return found
+
+
+# Name and dtype of what holds them; in other formats they are packed.
+_CODES = {
+    compressed.INT: ("weight", torch.int8),
+    float8.FP8: ("weight", torch.float8_e4m3fn),
+    float8.FLOAT: ("weight", torch.float8_e4m3fn),
+}
 
 
 def _check_scale(layer: str, scale: torch.Tensor, scheme: Scheme, source: Source) -> None:

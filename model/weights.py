@@ -6,6 +6,8 @@ not finite is refused as it is read.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,12 @@ from model.block_matrix import BlockMatrix, Matrix
 from model.compressed import Scheme
 from model.config import ModelConfig
 from model.quantized_matrix import Int4Experts, Int8Experts, Part, Parts, Weight
-from model.quantized_weights import read_experts, read_matrix, read_packed_experts
+from model.quantized_weights import (
+    dequantised,
+    read_experts,
+    read_matrix,
+    read_packed_experts,
+)
 from model.qwen3 import Experts, Layer, Linear, Model
 from model.sources import Source
 from model.threads import cpu_threads
@@ -130,6 +137,11 @@ def load_model(
             take; a file is missing or truncated; config and file disagree about tied embeddings.
     """
     check_names(config, source)
+    if config.quantization is not None:
+        for words in dict.fromkeys(
+            s.words for _, s in config.quantization.groups if s.is_dequantised
+        ):
+            _say_dequantised(words, str(dtype).removeprefix("torch."))
 
     def read(table: dict[str, Parameter]) -> dict[str, Found]:
         return {
@@ -150,6 +162,16 @@ def load_model(
             norm=_vector(top["norm"]),
             lm_head=Linear(_weight(top.get("lm_head", embed_tokens))),
         )
+
+
+@functools.cache
+def _say_dequantised(words: str, dtype: str) -> None:
+    """Once a process: whoever asked for a small network should know that it is not, here."""
+    print(
+        f"weights of {words} are dequantised to {dtype}, as no kernel multiplies them as they are",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def load_layer(
@@ -262,6 +284,10 @@ def _read(
         return read_matrix(part.sources, scheme, source, dtype, device)
 
     schemes = [_scheme(config, source, name, shape) for name, shape in parameter.sources]
+    if any(scheme is not None and scheme.is_dequantised for scheme in schemes):
+        named = zip(parameter.sources, schemes, strict=True)
+        source = dequantised({name: (shape, s) for (name, shape), s in named if s}, source, device)
+        schemes = [None if s is None or s.is_dequantised else s for s in schemes]
     quantised = [scheme for scheme in schemes if scheme is not None]
     if parameter.experts and quantised:
         if quantised[0].bits == 4:  # then all are, in groups of one size
@@ -319,6 +345,8 @@ def _scheme(
 def _takes_experts(scheme: Scheme, inputs: int) -> bool:
     """Whether ``fused_moe`` multiplies experts with codes and scales like these."""
     size = inputs if scheme.group is None else scheme.group
+    if scheme.is_dequantised:
+        return True
     if scheme.bits == 8:
         return scheme.group is None
     return size == inputs or (size >= 32 and size & (size - 1) == 0)
@@ -334,9 +362,10 @@ def _check_experts(config: ModelConfig, source: Source, table: dict[str, Paramet
         kinds: dict[str, str] = {}
         for name, shape in parameter.sources:
             scheme = _scheme(config, source, name, shape)
-            words = "16 bits" if scheme is None else scheme.words
+            plain = scheme is None or scheme.is_dequantised
+            words = "16 bits" if scheme is None or plain else scheme.words
             kinds.setdefault(words, name.removesuffix(".weight"))
-            if scheme is not None:
+            if not plain:
                 quantised.setdefault(words.partition(" ")[0], kinds[words])
         for several in (kinds, quantised):
             if len(several) > 1:
