@@ -10,7 +10,7 @@ Of a layer X with a weight [N, K] a checkpoint stores, instead of ``X.weight`` i
 
 ``quantization_config`` in config.json says which layers have which scheme. What is not known here
 is refused: other codes, zero points, static or other activations, transforms. Format
-"float-quantized" is ``model.float8``'s.
+"float-quantized" is ``model.float8``'s, and "naive-quantized".
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def parse(config: Any) -> Quantization:
         raise ValueError(f"{_WHERE}: config_groups must hold a group or more, got {groups!r}")
     return Quantization(
         tuple(_group(name, group, config.get("format")) for name, group in groups.items()),
-        _patterns("ignore", config.get("ignore") or []),
+        patterns("ignore", config.get("ignore") or []),
     )
 
 
@@ -134,9 +134,9 @@ def _group(name: str, group: Any, default: Any) -> tuple[tuple[str, ...], Scheme
 
     if not isinstance(group, Mapping):
         raise ValueError(f"{_WHERE}: {name} must be a scheme with targets, got {group!r}")
-    targets = _patterns(f"{name}.targets", group.get("targets"))
+    targets = patterns(f"{name}.targets", group.get("targets"))
     stored = group.get("format") or default
-    one_of(f"{name}.format", stored, INT, PACKED, float8.FLOAT)
+    one_of(f"{name}.format", stored, INT, PACKED, float8.FLOAT, float8.NAIVE)
     one_of(f"{name}.output_activations", group.get("output_activations"), None)
     weights = group.get("weights")
     if not isinstance(weights, Mapping):
@@ -145,8 +145,8 @@ def _group(name: str, group: Any, default: Any) -> tuple[tuple[str, ...], Scheme
     where = f"{name}.input_activations"
     if not isinstance(activations, Mapping | None):
         raise ValueError(f"{_WHERE}: {where} must be null or a scheme, got {activations!r}")
-    if stored == float8.FLOAT:
-        return targets, float8.scheme_of_group(name, weights, activations)
+    if stored in (float8.FLOAT, float8.NAIVE):
+        return targets, float8.scheme_of_group(name, str(stored), weights, activations)
     where = f"{name}.weights"
     _plain_int(where, weights)
     one_of(f"{where}.num_bits", weights.get("num_bits", 8), *((8,) if stored == INT else (8, 4)))
@@ -194,7 +194,7 @@ def one_of(name: str, value: Any, *allowed: Any) -> None:
         raise ValueError(f"{_WHERE}: {name} must be {wanted}, got {value!r}")
 
 
-def _patterns(name: str, given: Any) -> tuple[str, ...]:
+def patterns(name: str, given: Any) -> tuple[str, ...]:
     if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
         raise ValueError(f"{_WHERE}: {name} must be a list of names, got {given!r}")
     for one in given:

@@ -18,21 +18,23 @@ Activations stay as they are, where the checkpoint's makers had them rounded to 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from model.compressed import Quantization, Scheme, one_of
+from model.compressed import Quantization, Scheme, one_of, patterns
 
-FP8, FLOAT = "fp8", "float-quantized"  # quant_method, and a format of compressed-tensors
+FP8 = "fp8"  # quant_method
+FLOAT, NAIVE = "float-quantized", "naive-quantized"  # formats of compressed-tensors, alike here
 _WHERE = "config.json: quantization_config"
 
 
 @dataclass(frozen=True)
 class Float8(Scheme):
-    """A layer stored in fp8; ``format`` is FP8 or FLOAT."""
+    """A layer stored in fp8; ``format`` is FP8, FLOAT or NAIVE."""
 
     strategy: str = "block"  # what has a scale: "block", "channel" or "tensor"
     block: tuple[int, int] = (128, 128)  # outputs and inputs of one
@@ -71,23 +73,22 @@ def parse(config: Mapping[str, Any]) -> Quantization:
     one_of("fmt", config.get("fmt"), None, "e4m3", "float8_e4m3fn")
     one_of("scale_fmt", config.get("scale_fmt"), None, "float")
     block = _block("weight_block_size", config.get("weight_block_size"))
-    kept = config.get("modules_to_not_convert") or []
-    if not isinstance(kept, list) or not all(isinstance(one, str) for one in kept):
-        raise ValueError(f"{_WHERE}: modules_to_not_convert must be a list of names, got {kept!r}")
-    # Names of layers, or of what they are in, or the last parts of such a name.
-    ignore = tuple(rf"re:(.*\.)?{_escaped(name)}(\.|$)" for name in kept)
+    kept = patterns("modules_to_not_convert", config.get("modules_to_not_convert") or [])
+    # As transformers has it (``should_convert_module``): a name's end, or a regular expression of
+    # a name or of what it is in.
+    ignore = patterns(
+        "modules_to_not_convert",
+        [rf"re:(?:{one})(?:(?<=\.)|(?=\.|$))" for one in kept]
+        + [rf"re:.*{re.escape(one)}$" for one in kept],
+    )
     scheme = Float8(FP8, 8, None, False, "block", block)
     return Quantization((((r"re:model\.layers\.",), scheme),), ignore)
 
 
-def _escaped(name: str) -> str:
-    return name.removesuffix(".").replace(".", r"\.")
-
-
 def scheme_of_group(
-    name: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None
+    name: str, form: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None
 ) -> Float8:
-    """What a group of compressed-tensors in format "float-quantized" says.
+    """What a group of compressed-tensors says whose format is FLOAT or NAIVE.
 
     Raises:
         ValueError: as ``parse``.
@@ -105,7 +106,7 @@ def scheme_of_group(
     if activations is not None:  # left in 16 bits; one scale for all would be a tensor more
         one_of(f"{name}.input_activations.type", activations.get("type"), "float")
         one_of(f"{name}.input_activations.dynamic", activations.get("dynamic", False), True)
-    return Float8(FLOAT, 8, None, False, strategy, block)
+    return Float8(form, 8, None, False, strategy, block)
 
 
 def _block(name: str, given: Any) -> tuple[int, int]:

@@ -222,6 +222,7 @@ _CODES = {
     compressed.INT: ("weight", torch.int8),
     float8.FP8: ("weight", torch.float8_e4m3fn),
     float8.FLOAT: ("weight", torch.float8_e4m3fn),
+    float8.NAIVE: ("weight", torch.float8_e4m3fn),
 }
 
 

@@ -5,6 +5,7 @@ Expected are the logits of the same network with its weights dequantised here, n
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import load_folder, make_folder
+from checkpoints import load_folder, make_folder, make_hf
 from safetensors.torch import load_file, save_file
 from unstacked import experts_of
 
@@ -28,6 +29,10 @@ pytestmark = pytest.mark.thin(2)
 DENSE, MOE = "qwen3-128", "qwen3_moe-32"
 Q0 = "model.layers.0.self_attn.q_proj"
 E4M3 = torch.float8_e4m3fn
+needs_package = pytest.mark.skipif(
+    importlib.util.find_spec("compressed_tensors") is None,
+    reason="compressed-tensors is not installed (pip install .[dev])",
+)
 
 
 def ids(n: int) -> list[int]:
@@ -190,6 +195,74 @@ def test_the_command_runs_it_and_says_what_it_does(
     assert "expected an unquantised checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("kept", "left"),
+    [
+        ("lm_head", ""),
+        ("mlp.gate", ""),  # a router, and no gate_proj
+        ("q_proj", "q_proj"),
+        ("model.layers.1", "layers.1."),
+        ("model.layers.1.self_attn.o_proj", "layers.1.self_attn.o_proj"),
+        (r"model.layers.*.down_proj", "down_proj"),
+    ],
+)
+def test_names_of_layers_that_stay(kept: str, left: str) -> None:
+    found = float8.parse({**of_block(128), "modules_to_not_convert": [kept]})
+    parts = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+    for layer in (f"model.layers.{i}.{part}" for i in (0, 1, 11) for part in parts):
+        assert (found.scheme_of(layer) is None) == (bool(left) and left in layer), layer
+
+
+def test_transformers_has_the_same_numbers() -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
+    codes, scales, _ = rounded(weight, (128, 128))
+    (scheme,) = (s for _, s in float8.parse(of_block(128)).groups)
+    assert isinstance(scheme, float8.Float8)
+    theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+    assert torch.equal(float8.dequantise(codes, scales, scheme), theirs)
+
+
+@needs_package
+@pytest.mark.parametrize("strategy", ["channel", "tensor", "block"])
+def test_what_the_package_writes(strategy: str, tmp_path: Path) -> None:
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    hf = make_hf(DENSE)
+    config, _ = LAYOUTS[strategy]
+    block = {"channel": (1, 0), "tensor": (0, 0), "block": (32, 64)}[strategy]
+    (group,) = config["config_groups"].values()
+    given = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True}
+    if strategy == "block":
+        given["block_structure"] = list(block)
+    scheme = {"targets": ["Linear"], "weights": given}
+    if strategy != "block":
+        scheme["input_activations"] = group["input_activations"]
+    whole = {"config_groups": {"group_0": scheme}, "ignore": ["lm_head"]}
+    whole["quantization_status"] = "frozen"
+    apply_quantization_config(hf, QuantizationConfig.model_validate(whole))
+    for module in hf.modules():
+        if (scale := getattr(module, "weight_scale", None)) is not None:
+            _, scales, _ = rounded(module.weight.data.float(), block)
+            scale.data.copy_(scales.view(scale.shape))
+    compressor = ModelCompressor.from_pretrained_model(hf)
+    compressor.compress_model(hf)
+    hf.config.save_pretrained(tmp_path)
+    tensors = {name: t for name, t in hf.state_dict().items() if name != "lm_head.weight"}  # tied
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    compressor.update_config(str(tmp_path))
+    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    # With activations in 16 bits the package has another name for the same layout.
+    assert written["format"] == ("naive" if strategy == "block" else "float") + "-quantized"
+    compressor.decompress_model(hf)
+    ours = load_folder(tmp_path)
+    theirs = dict(hf.named_modules())
+    values = theirs["model.layers.1.mlp.down_proj"].weight.data
+    torch.testing.assert_close(ours.layers[1].down_proj.weight, values, rtol=1e-6, atol=1e-8)
+
+
 # ---- refused -------------------------------------------------------------------------------------
 
 
@@ -202,6 +275,7 @@ def test_the_command_runs_it_and_says_what_it_does(
         ("fp8", {"weight_block_size": None}, r"two sizes above 0, such as \[128, 128\], got None"),
         ("fp8", {"weight_block_size": [128, 0]}, r"two sizes above 0, .* got \[128, 0\]"),
         ("fp8", {"modules_to_not_convert": "lm_head"}, "must be a list of names, got 'lm_head'"),
+        ("fp8", {"modules_to_not_convert": ["("]}, "modules_to_not_convert must hold regular"),
         ("ct", {"strategy": "group"}, "strategy must be 'channel' or 'tensor' or 'block', got 'g"),
         ("ct", {"type": "int"}, "weights.type must be 'float', got 'int'"),
         ("ct", {"num_bits": 4}, "weights.num_bits must be 8, got 4"),
