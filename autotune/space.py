@@ -124,11 +124,15 @@ class Parameters:
 
     def __init__(self, space: Space, why_illegal: WhyIllegal) -> None:
         self._space = dict(space)
-        self._variants: dict[Any, dict[str, list[Any]]] = {}
         variants = self._space.pop(VARIANT, [None])
-        for variant in variants:
-            own = {VARIANT: [variant], **self._space} if variant is not None else self._space
-            self._variants[variant] = _useful(own, why_illegal) if len(variants) > 1 else own
+        self._variants: dict[Any, dict[str, list[Any]]] = {
+            v: {VARIANT: [v], **self._space} if v is not None else self._space for v in variants
+        }
+        if len(variants) > 1:
+            useful = {v: _useful(own, why_illegal) for v, own in self._variants.items()}
+            # One without a legal point is no choice: there is no value to suggest for it.
+            legal = {v: own for v, own in useful.items() if all(own.values())}
+            self._variants = legal or self._variants
 
     def suggest(self, trial: optuna.Trial) -> Config:
         """The config that a trial stands for."""
@@ -145,7 +149,7 @@ class Parameters:
     def numbers(self, config: Config) -> dict[str, Any] | None:
         """The trial's numbers that stand for ``config``; None where the space lacks a value."""
         variants = list(self._variants)
-        variant = config.get(VARIANT) if len(variants) > 1 else variants[0]
+        variant = config.get(VARIANT, variants[0] if len(variants) == 1 else None)
         if variant not in self._variants:
             return None
         found: dict[str, Any] = {VARIANT: variant} if len(variants) > 1 else {}

@@ -107,6 +107,21 @@ def test_values_that_no_variant_can_have_are_not_asked_for() -> None:
     assert seen == {"portable": {1, 2, 4}, "fast": {4}}
 
 
+def test_a_variant_without_legal_points_is_not_asked_for() -> None:
+    space = {"variant": ["portable", "fast"], "num_warps": [1, 2, 4], "STAGES": [1, 2]}
+
+    def why_illegal(config: Config) -> str | None:
+        return "not here" if config["variant"] == "fast" else None
+
+    parameters = Parameters(space, why_illegal)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    found = [parameters.suggest(study.ask()) for _ in range(20)]
+    assert {c["variant"] for c in found} == {"portable"}
+    assert {c["num_warps"] for c in found} == {1, 2, 4}
+    assert parameters.numbers({"variant": "portable", "num_warps": 2, "STAGES": 1}) is not None
+    assert parameters.numbers({"variant": "fast", "num_warps": 2, "STAGES": 1}) is None
+
+
 def test_none_leaves_a_key_out() -> None:
     space = {"A": [1], "knob": [None, True]}
     assert list(points(space)) == [{"A": 1}, {"A": 1, "knob": True}]
