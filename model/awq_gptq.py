@@ -15,6 +15,7 @@ AWQ packs outputs in an order of its own: AutoAWQ, awq/modules/linear/gemm.py (`
 GPTQ packs the inputs of a code and the outputs of a zero, first in the lowest bits: AutoGPTQ,
 auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py (``pack``). In "gptq" a stored zero is one less
 than the zero, in "gptq_v2" it is the zero: GPTQModel. ``tkernels.w4_format`` has the packing.
+GPTQ's 8 bits in groups have no kernel: they are dequantised as they are read.
 
 Which layers are quantised says ``quantization_config`` in config.json. Fields of AWQ: AutoAWQ,
 awq/models/_config.py; of GPTQ: ``QuantizeConfig`` of GPTQModel, gptqmodel/quantization/config.py,
@@ -53,7 +54,7 @@ class InputMajor(Scheme):
         return "scales"
 
     @property
-    def is_dequantised(self) -> bool:
+    def dequantised(self) -> bool:
         return self.bits == 8 and self.group is not None
 
     def tensors(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
@@ -128,8 +129,8 @@ def _gptq(config: Mapping[str, Any]) -> InputMajor:
     reorders = _flag(config, "desc_act", False)
     symmetric = _flag(config, "sym", True)
     group = _group(config)
-    if bits == 8 and not symmetric:
-        raise ValueError(f"{_WHERE}: sym must be true with bits=8, got false")
+    if bits == 8 and group is None and not symmetric:
+        raise ValueError(f"{_WHERE}: sym must be true with bits=8 and no groups, got false")
     # g_idx tells whether they are: with desc_act a layer of several groups must have one.
     return InputMajor(form, bits, group, False, reorders and group is not None)
 
@@ -219,6 +220,44 @@ def read_codes(
     Raises:
         ValueError: tensors of another type, inputs in another order, 8 bits with other zeros.
     """
+    qweight, qzeros, scales = _read(layer, shape, scheme, source, device)
+    offset = 1 if scheme.format == GPTQ else 0
+    if scheme.format == AWQ:
+        packed, scale, zero = repack_awq(qweight, qzeros, scales)
+    elif scheme.bits == 4:
+        packed, scale, zero = repack_gptq(qweight, qzeros, scales, zero_offset=offset)
+    else:
+        others = qzeros.view(torch.uint8) != 128 - offset
+        if others.any():
+            raise ValueError(
+                f"{source.where}: expected zeros of {128 - offset} in {layer}.qzeros, as sym means "
+                f"in 8 bits, got {int(others.sum())} others"
+            )
+        packed, scale, zero = qweight.t().contiguous(), scales.t().contiguous(), None
+    made = {"weight_packed": packed, "weight_scale": scale}
+    return made if zero is None else {**made, "weight_zero": zero}
+
+
+def dequantised(
+    layer: str, shape: tuple[int, int], scheme: InputMajor, source: Source, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer of 8 bits in groups: its weight in fp32 [N, K] and its scales, on ``device``.
+
+    Raises:
+        ValueError: tensors of another type, inputs in another order.
+    """
+    n, k = shape
+    qweight, qzeros, scales = _read(layer, shape, scheme, source, device)
+    out = qweight.t().contiguous().view(torch.uint8).view(n, -1, scheme.group or k).float()
+    # [N, groups, 1]
+    zero = qzeros.view(torch.uint8).float().t()[..., None] + (scheme.format == GPTQ)
+    return out.sub_(zero).mul_(scales.float().t()[..., None]).view(n, k), scales
+
+
+def _read(
+    layer: str, shape: tuple[int, int], scheme: InputMajor, source: Source, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``qweight``, ``qzeros`` and ``scales`` of the types that they have, of inputs in order."""
     n, k = shape
     found = {part: source.read(f"{layer}.{part}") for part in scheme.tensors(layer, (n, k))}
     for part in ("qweight", "qzeros"):
@@ -238,19 +277,4 @@ def read_codes(
                 f"{source.where}: expected inputs in their order, as without desc_act (act order), "
                 f"got {layer}.g_idx that is not k // {scheme.group or k}"
             )
-    qweight, qzeros, scales = (found[part].to(device) for part in ("qweight", "qzeros", "scales"))
-    offset = 1 if scheme.format == GPTQ else 0
-    if scheme.format == AWQ:
-        packed, scale, zero = repack_awq(qweight, qzeros, scales)
-    elif scheme.bits == 4:
-        packed, scale, zero = repack_gptq(qweight, qzeros, scales, zero_offset=offset)
-    else:
-        others = qzeros.view(torch.uint8) != 128 - offset
-        if others.any():
-            raise ValueError(
-                f"{source.where}: expected zeros of {128 - offset} in {layer}.qzeros, as sym means "
-                f"in 8 bits, got {int(others.sum())} others"
-            )
-        packed, scale, zero = qweight.t().contiguous(), scales.t().contiguous(), None
-    made = {"weight_packed": packed, "weight_scale": scale}
-    return made if zero is None else {**made, "weight_zero": zero}
+    return found["qweight"].to(device), found["qzeros"].to(device), found["scales"].to(device)

@@ -8,9 +8,10 @@ Of a layer X with a weight [N, K] a checkpoint stores, instead of ``X.weight`` i
                      X.weight_shape   int   [2]: N, K
     both             X.weight_scale   float [N, 1], or [N, K / group]: weight = code * scale
 
+or, of format float-quantized, what ``model.float8`` tells.
+
 ``quantization_config`` in config.json says which layers have which scheme. What is not known here
-is refused: other codes, zero points, static or other activations, transforms. Format
-"float-quantized" is ``model.float8``'s, and "naive-quantized".
+is refused: other codes, zero points, static or other activations, transforms.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch
 
 METHOD = "compressed-tensors"
 INT, PACKED = "int-quantized", "pack-quantized"
+FLOAT, NAIVE = "float-quantized", "naive-quantized"  # of fp8 the same, by two names
+FINE_GRAINED = "fp8"  # of ``model.float8``: a quant_method, where those above are formats
 _WHERE = "config.json: quantization_config"
 
 
@@ -31,7 +34,7 @@ _WHERE = "config.json: quantization_config"
 class Scheme:
     """How one linear layer is stored and computed."""
 
-    format: str  # INT or PACKED
+    format: str  # INT or PACKED; others in classes below this one
     bits: int  # of a weight: 8 or 4
     group: int | None  # inputs that share a scale; None: all of a row
     quantized_activations: bool  # in int8, a scale a token, made as the network runs
@@ -48,8 +51,8 @@ class Scheme:
         return "weight_scale"
 
     @property
-    def is_dequantised(self) -> bool:
-        """Whether weights become numbers of 16 or 32 bits as they are read: no kernel has them."""
+    def dequantised(self) -> bool:
+        """Whether the layer becomes one of floats as it is read, since nothing multiplies it."""
         return False
 
     def tensors(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
@@ -68,6 +71,39 @@ class Scheme:
     def optional(self, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         """The same of what may be stored, or not."""
         return {}
+
+
+@dataclass(frozen=True)
+class Float8(Scheme):
+    """A layer in float8_e4m3fn; ``format`` is FLOAT or FINE_GRAINED."""
+
+    block: tuple[int, int] = (0, 0)  # outputs and inputs that share a scale; 0: all of them
+
+    @property
+    def words(self) -> str:
+        """Such as "FP8 in blocks of 128x128"."""
+        if self.block == (0, 0):
+            return "FP8 with a scale a tensor"
+        if self.block == (1, 0):
+            return "FP8 with a scale a channel"
+        return f"FP8 in blocks of {self.block[0]}x{self.block[1]}"
+
+    @property
+    def scales(self) -> str:
+        return "weight_scale_inv" if self.format == FINE_GRAINED else "weight_scale"
+
+    @property
+    def dequantised(self) -> bool:
+        return True
+
+    def block_of(self, n: int, k: int) -> tuple[int, int]:
+        """Rows and columns of a block of a weight [n, k]."""
+        return self.block[0] or n, self.block[1] or k
+
+    def tensors(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+        rows, columns = self.block_of(*shape)
+        blocks = (-(-shape[0] // rows), -(-shape[1] // columns))
+        return {"weight": shape, self.scales: (1,) if self.block == (0, 0) else blocks}
 
 
 @dataclass(frozen=True)
@@ -130,24 +166,18 @@ def parse(config: Any) -> Quantization:
 
 
 def _group(name: str, group: Any, default: Any) -> tuple[tuple[str, ...], Scheme]:
-    from model import float8  # whose schemes are kinds of this file's
-
     if not isinstance(group, Mapping):
         raise ValueError(f"{_WHERE}: {name} must be a scheme with targets, got {group!r}")
     targets = patterns(f"{name}.targets", group.get("targets"))
     stored = group.get("format") or default
-    one_of(f"{name}.format", stored, INT, PACKED, float8.FLOAT, float8.NAIVE)
+    one_of(f"{name}.format", stored, INT, PACKED, FLOAT, NAIVE)
     one_of(f"{name}.output_activations", group.get("output_activations"), None)
     weights = group.get("weights")
     if not isinstance(weights, Mapping):
         raise ValueError(f"{_WHERE}: {name}.weights must say how weights are stored, got {weights}")
-    activations = group.get("input_activations")
-    where = f"{name}.input_activations"
-    if not isinstance(activations, Mapping | None):
-        raise ValueError(f"{_WHERE}: {where} must be null or a scheme, got {activations!r}")
-    if stored in (float8.FLOAT, float8.NAIVE):
-        return targets, float8.scheme_of_group(name, str(stored), weights, activations)
     where = f"{name}.weights"
+    if stored in (FLOAT, NAIVE):
+        return targets, _float8(name, weights, group.get("input_activations"))
     _plain_int(where, weights)
     one_of(f"{where}.num_bits", weights.get("num_bits", 8), *((8,) if stored == INT else (8, 4)))
     one_of(f"{where}.dynamic", weights.get("dynamic", False), False)
@@ -157,8 +187,11 @@ def _group(name: str, group: Any, default: Any) -> tuple[tuple[str, ...], Scheme
     one_of(f"{where}.strategy", strategy, "channel", *(("group",) if stored == PACKED else ()))
     if strategy == "group" and (type(size) is not int or size < 1):
         raise ValueError(f"{_WHERE}: {where}.group_size must be 1 or more, got {size!r}")
+    activations = group.get("input_activations")
     if activations is not None:
         where = f"{name}.input_activations"
+        if not isinstance(activations, Mapping):
+            raise ValueError(f"{_WHERE}: {where} must be null or a scheme, got {activations!r}")
         _plain_int(where, activations)
         one_of(f"{where}.num_bits", activations.get("num_bits", 8), 8)
         one_of(f"{where}.dynamic", activations.get("dynamic", False), True)
@@ -177,18 +210,55 @@ def _group(name: str, group: Any, default: Any) -> tuple[tuple[str, ...], Scheme
     return targets, scheme
 
 
+def _float8(name: str, weights: Mapping[str, Any], activations: Any) -> Float8:
+    where = f"{name}.weights"
+    _plain(where, weights, "float")
+    one_of(f"{where}.num_bits", weights.get("num_bits", 8), 8)
+    one_of(f"{where}.dynamic", weights.get("dynamic", False), False)
+    one_of(f"{where}.group_size", weights.get("group_size"), None)
+    strategy = weights.get("strategy") or "tensor"
+    one_of(f"{where}.strategy", strategy, "channel", "tensor", "block")
+    block = {"channel": (1, 0), "tensor": (0, 0)}.get(strategy)
+    given = weights.get("block_structure")
+    if block is not None:
+        one_of(f"{where}.block_structure", given, None)
+    elif (
+        isinstance(given, list)
+        and len(given) == 2
+        and all(type(size) is int and size > 0 for size in given)
+    ):
+        block = (given[0], given[1])
+    else:
+        raise ValueError(
+            f"{_WHERE}: {where}.block_structure must be two integers above 0, got {given!r}"
+        )
+    if activations is not None:  # they stay as they are, so what shares a scale does not matter
+        where = f"{name}.input_activations"
+        if not isinstance(activations, Mapping):
+            raise ValueError(f"{_WHERE}: {where} must be null or a scheme, got {activations!r}")
+        _plain(where, activations, "float")
+        one_of(f"{where}.num_bits", activations.get("num_bits", 8), 8)
+        one_of(f"{where}.dynamic", activations.get("dynamic", False), True)
+    return Float8(FLOAT, 8, None, False, block)
+
+
 def _strategy(size: Any) -> str:
     return "channel" if size == -1 else "group"
 
 
 def _plain_int(where: str, args: Mapping[str, Any]) -> None:
-    """Integers with a zero that is 0."""
-    one_of(f"{where}.type", args.get("type", "int"), "int")
-    one_of(f"{where}.symmetric", args.get("symmetric", True), True)
+    _plain(where, args, "int")
     one_of(f"{where}.block_structure", args.get("block_structure"), None)
 
 
+def _plain(where: str, args: Mapping[str, Any], kind: str) -> None:
+    """Numbers of a kind with a zero that is 0."""
+    one_of(f"{where}.type", args.get("type", "int"), kind)
+    one_of(f"{where}.symmetric", args.get("symmetric", True), True)
+
+
 def one_of(name: str, value: Any, *allowed: Any) -> None:
+    """Refuses a field of the config with another value, or one of another type."""
     if not any(value == one and type(value) is type(one) for one in allowed):
         wanted = " or ".join("null" if one is None else repr(one) for one in allowed)
         raise ValueError(f"{_WHERE}: {name} must be {wanted}, got {value!r}")

@@ -168,7 +168,7 @@ def from_hf(config: Mapping[str, Any], more_eos_ids: tuple[int, ...] = ()) -> Mo
 def _quantization(stored: Any) -> Quantization:
     if isinstance(stored, Mapping) and stored.get("quant_method") in awq_gptq.METHODS:
         return awq_gptq.parse(stored)
-    if isinstance(stored, Mapping) and stored.get("quant_method") == float8.FP8:
+    if isinstance(stored, Mapping) and stored.get("quant_method") == compressed.FINE_GRAINED:
         return float8.parse(stored)
     return compressed.parse(stored)
 

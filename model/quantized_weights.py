@@ -5,14 +5,13 @@ Which layers are quantised, and how, says ``model.compressed``; ``model.weights`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 
 from model import awq_gptq, block_matrix, compressed, float8
 from model.block_matrix import BlockMatrix, Blocks
-from model.compressed import Scheme
+from model.compressed import Float8, Scheme
 from model.quantized_matrix import Int4Experts, Int8Experts, Int8Matrix, PackedMatrix
 from model.sources import Source
 
@@ -62,34 +61,6 @@ def read_matrix(
         scale = _in_dtype(scale, dtype)
     zero = None if zero is None else zero.to(device)
     return PackedMatrix(packed.to(device), scale, scheme.bits, k, zero)
-
-
-def dequantised(
-    layers: Mapping[str, tuple[tuple[int, ...], Scheme]], source: Source, device: torch.device
-) -> Source:
-    """``source``, in which weights of ``Scheme.is_dequantised`` are fp32 [N, K] on ``device``.
-
-    Args:
-        layers: shape and scheme of each weight, by its name.
-
-    Raises:
-        ValueError: when one is read, as ``read_matrix``.
-    """
-
-    def read(name: str) -> torch.Tensor:
-        shape, scheme = layers.get(name, ((), None))
-        if scheme is None or not scheme.is_dequantised:
-            return source.read(name)
-        found = _read_codes(name, shape, scheme, source, device)
-        scale = found[scheme.scales if isinstance(scheme, float8.Float8) else "weight_scale"]
-        if isinstance(scheme, float8.Float8):
-            return float8.dequantise(found["weight"].to(device), scale.to(device), scheme)
-        n, k = shape
-        codes = compressed.unpack(found["weight_packed"], scheme.bits, k).float()
-        groups = codes.view(n, -1, scheme.group or k)
-        return groups.mul_(scale.float()[..., None]).view(n, k)
-
-    return replace(source, read=read)
 
 
 def _zeros(found: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor | None:
@@ -180,6 +151,53 @@ def read_packed_experts(
     )
 
 
+def read_dequantised(
+    name: str,
+    shape: tuple[int, ...],
+    scheme: Scheme,
+    source: Source,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A layer that is multiplied as one of floats: ``dtype`` [N, K].
+
+    Raises:
+        ValueError: codes or scales of another type or not finite, a scale that is not above 0, a
+            weight that ``dtype`` cannot hold.
+    """
+    layer, size = name.removesuffix(".weight"), (shape[0], shape[1])
+    if isinstance(scheme, awq_gptq.InputMajor):
+        exact, scale = awq_gptq.dequantised(layer, size, scheme, source, device)
+        _check_scale(layer, scale, scheme, source)
+    else:
+        assert isinstance(scheme, Float8)
+        codes, scale = source.read(name), source.read(f"{layer}.{scheme.scales}")
+        if codes.dtype != torch.float8_e4m3fn:
+            raise ValueError(
+                f"{source.where}: expected {name} in torch.float8_e4m3fn, as {scheme.format} has "
+                f"it, got {codes.dtype}"
+            )
+        if scale.dtype.itemsize == 1:  # float8_e8m0fnu, which scale_fmt would name
+            raise ValueError(
+                f"{source.where}: expected {layer}.{scheme.scales} in 16 or 32 bits, got "
+                f"{scale.dtype}"
+            )
+        _check_scale(layer, scale, scheme, source)
+        # 127 is NaN, with either sign; there is no infinity.
+        bad = int(((codes.view(torch.uint8) & 127) == 127).sum())
+        if bad:
+            raise ValueError(f"{source.where}: expected finite weights, got {bad} NaN in {name}")
+        exact = float8.dequantised(codes, scale.to(device), scheme)
+    out = exact.to(dtype)
+    if not torch.isfinite(out.sum(dtype=torch.float32)) and not torch.isfinite(out).all():
+        bad = int((~torch.isfinite(out)).sum())
+        raise ValueError(
+            f"{source.where}: expected weights that {dtype} holds, got {bad} beyond its range in "
+            f"{name}, dequantised from {scheme.words}"
+        )
+    return out
+
+
 def _codes(found: dict[str, torch.Tensor], scheme: Scheme, k: int) -> torch.Tensor:
     """int8 [N, K]."""
     if scheme.format == compressed.INT:
@@ -202,7 +220,11 @@ def _read_codes(
     found = {
         part: source.read(f"{layer}.{part}") for part in scheme.tensors(layer, (shape[0], shape[1]))
     }
-    codes, wanted = _CODES.get(scheme.format, ("weight_packed", torch.int32))
+    codes, wanted = (
+        ("weight", torch.int8)
+        if scheme.format == compressed.INT
+        else ("weight_packed", torch.int32)
+    )
     if found[codes].dtype != wanted:
         raise ValueError(
             f"{source.where}: expected {layer}.{codes} in {wanted}, as {scheme.format} has it, got "
@@ -213,17 +235,8 @@ def _read_codes(
             f"{source.where}: expected {layer}.weight_shape to be {list(shape)}, got "
             f"{found['weight_shape'].tolist()}"
         )
-    _check_scale(layer, found[scheme.scales], scheme, source)
+    _check_scale(layer, found["weight_scale"], scheme, source)
     return found
-
-
-# Name and dtype of what holds them; in other formats they are packed.
-_CODES = {
-    compressed.INT: ("weight", torch.int8),
-    float8.FP8: ("weight", torch.float8_e4m3fn),
-    float8.FLOAT: ("weight", torch.float8_e4m3fn),
-    float8.NAIVE: ("weight", torch.float8_e4m3fn),
-}
 
 
 def _check_scale(layer: str, scale: torch.Tensor, scheme: Scheme, source: Source) -> None:

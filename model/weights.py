@@ -6,8 +6,6 @@ not finite is refused as it is read.
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +14,11 @@ import torch
 
 from model import block_matrix
 from model.block_matrix import BlockMatrix, Matrix
-from model.compressed import Scheme
+from model.compressed import Float8, Scheme
 from model.config import ModelConfig
 from model.quantized_matrix import Int4Experts, Int8Experts, Part, Parts, Weight
 from model.quantized_weights import (
-    dequantised,
+    read_dequantised,
     read_experts,
     read_matrix,
     read_packed_experts,
@@ -129,7 +127,7 @@ def load_model(
     """Read all parameters as ``dtype`` on ``device``.
 
     In fp32 on the CPU, matrices that a GGUF file stores in 4- or 8-bit blocks stay so. Layers that
-    the config calls quantised stay so everywhere.
+    the config calls quantised stay so everywhere, but for those whose scheme is ``dequantised``.
 
     Raises:
         ValueError: a tensor is missing, unexpected, of a wrong shape or not finite; a scale is not
@@ -137,11 +135,6 @@ def load_model(
             take; a file is missing or truncated; config and file disagree about tied embeddings.
     """
     check_names(config, source)
-    if config.quantization is not None:
-        for words in dict.fromkeys(
-            s.words for _, s in config.quantization.groups if s.is_dequantised
-        ):
-            _say_dequantised(words, str(dtype).removeprefix("torch."))
 
     def read(table: dict[str, Parameter]) -> dict[str, Found]:
         return {
@@ -162,16 +155,6 @@ def load_model(
             norm=_vector(top["norm"]),
             lm_head=Linear(_weight(top.get("lm_head", embed_tokens))),
         )
-
-
-@functools.cache
-def _say_dequantised(words: str, dtype: str) -> None:
-    """Once a process: whoever asked for a small network should know that it is not, here."""
-    print(
-        f"weights of {words} are dequantised to {dtype}, as no kernel multiplies them as they are",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def load_layer(
@@ -201,7 +184,7 @@ def load_experts(
     names = {part: f"experts.{part}" for part in ("gate_up_proj", "down_proj")}
     return {
         f"model.layers.{index}.mlp.experts.{part}": _vector(
-            _read_plain(table[ours], source, dtype, cpu, keep_blocks=False)
+            _read_plain(config, table[ours], source, dtype, cpu, keep_blocks=False)
         )
         for part, ours in names.items()
     }
@@ -280,14 +263,12 @@ def _read(
 
     def read(part: Parameter, scheme: Scheme | None) -> Part:
         if scheme is None:
-            return _read_plain(part, source, dtype, device, keep_blocks)
+            return _read_plain(config, part, source, dtype, device, keep_blocks)
         return read_matrix(part.sources, scheme, source, dtype, device)
 
-    schemes = [_scheme(config, source, name, shape) for name, shape in parameter.sources]
-    if any(scheme is not None and scheme.is_dequantised for scheme in schemes):
-        named = zip(parameter.sources, schemes, strict=True)
-        source = dequantised({name: (shape, s) for (name, shape), s in named if s}, source, device)
-        schemes = [None if s is None or s.is_dequantised else s for s in schemes]
+    schemes = [
+        _multiplied(_scheme(config, source, name, shape)) for name, shape in parameter.sources
+    ]
     quantised = [scheme for scheme in schemes if scheme is not None]
     if parameter.experts and quantised:
         if quantised[0].bits == 4:  # then all are, in groups of one size
@@ -308,6 +289,11 @@ def named_scheme(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Sche
     return config.quantization.scheme_of(name.removesuffix(".weight"))
 
 
+def _multiplied(scheme: Scheme | None) -> Scheme | None:
+    """A scheme that the weight keeps; None: it becomes one of floats, or is stored so."""
+    return None if scheme is None or scheme.dequantised else scheme
+
+
 def _scheme(
     config: ModelConfig, source: Source, name: str, shape: tuple[int, ...]
 ) -> Scheme | None:
@@ -322,12 +308,16 @@ def _scheme(
     if scheme is None or not (router or ".mlp.experts." in layer):
         return scheme
     if f"{layer}.{scheme.scales}" not in source.shapes:
-        return None  # transformers 5 has classes for both; a config that says Linear means neither
+        # transformers 5 has classes for both; a config that says Linear means neither. A weight in
+        # FP8 has the name of one in 16 bits: without scales it must not pass for that.
+        return None if router or not isinstance(scheme, Float8) else scheme
     if router:
         raise ValueError(
             f"{source.where}: expected routers that are not quantised, got one of {scheme.words}: "
             f"{layer}"
         )
+    if scheme.dequantised:
+        return scheme
     if not _takes_experts(scheme, shape[1]):
         raise ValueError(
             f"{source.where}: expected experts in 16 bits, in int8 with a scale a channel (W8A8 or "
@@ -345,8 +335,6 @@ def _scheme(
 def _takes_experts(scheme: Scheme, inputs: int) -> bool:
     """Whether ``fused_moe`` multiplies experts with codes and scales like these."""
     size = inputs if scheme.group is None else scheme.group
-    if scheme.is_dequantised:
-        return True
     if scheme.bits == 8:
         return scheme.group is None
     return size == inputs or (size >= 32 and size & (size - 1) == 0)
@@ -361,11 +349,10 @@ def _check_experts(config: ModelConfig, source: Source, table: dict[str, Paramet
             continue
         kinds: dict[str, str] = {}
         for name, shape in parameter.sources:
-            scheme = _scheme(config, source, name, shape)
-            plain = scheme is None or scheme.is_dequantised
-            words = "16 bits" if scheme is None or plain else scheme.words
+            scheme = _multiplied(_scheme(config, source, name, shape))
+            words = "16 bits" if scheme is None else scheme.words
             kinds.setdefault(words, name.removesuffix(".weight"))
-            if not plain:
+            if scheme is not None:
                 quantised.setdefault(words.partition(" ")[0], kinds[words])
         for several in (kinds, quantised):
             if len(several) > 1:
@@ -377,6 +364,7 @@ def _check_experts(config: ModelConfig, source: Source, table: dict[str, Paramet
 
 
 def _read_plain(
+    config: ModelConfig,
     parameter: Parameter,
     source: Source,
     dtype: torch.dtype,
@@ -403,13 +391,17 @@ def _read_plain(
         out = empty_matrix(rows, first[1], dtype, device)
     row = 0
     for name, shape in parameter.sources:
-        part = source.read(name)
-        if not part.is_floating_point():
-            raise ValueError(
-                f"{source.where}: expected floats in {name}, which config.json does not call "
-                f"quantised, got {part.dtype}"
-            )
-        check_finite(source, name, part)
+        scheme = _scheme(config, source, name, shape)
+        if scheme is not None:
+            part = read_dequantised(name, shape, scheme, source, dtype, device)
+        else:
+            part = source.read(name)
+            if not part.is_floating_point() or part.dtype.itemsize == 1:  # FP8 has scales
+                raise ValueError(
+                    f"{source.where}: expected floats in {name}, which config.json does not call "
+                    f"quantised, got {part.dtype}"
+                )
+            check_finite(source, name, part)
         out[row : row + shape[0]].copy_(part)
         row += shape[0]
     return out.view(parameter.experts, -1, first[1]) if parameter.experts else out
@@ -427,6 +419,29 @@ def _read_blocks(parameter: Parameter, source: Source) -> BlockMatrix | None:
             check_finite(source, name, found.low)
         parts.append(found)
     return block_matrix.stack(parts)
+
+
+def dequantised_note(config: ModelConfig, source: Source, dtype: torch.dtype) -> str | None:
+    """One line about the layers that take more memory than their checkpoint; None: there are none.
+
+    Bytes are those of the codes, without scales.
+    """
+    words: list[str] = []
+    codes = weights = 0
+    for name, shape in stored_tensors(config):
+        scheme = _scheme(config, source, name, shape)
+        if scheme is not None and scheme.dequantised:
+            if scheme.words not in words:
+                words.append(scheme.words)
+            codes += shape[0] * shape[1] * scheme.bits // 8
+            weights += shape[0] * shape[1] * dtype.itemsize
+    if not words:
+        return None
+    kind = str(dtype).removeprefix("torch.")
+    return (
+        f"weights of {' and '.join(words)}, which have no kernel, are dequantised to {kind}: "
+        f"{weights / 1e9:.3g} GB instead of {codes / 1e9:.3g}"
+    )
 
 
 def check_finite(source: Source, name: str, values: torch.Tensor) -> None:

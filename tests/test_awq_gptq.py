@@ -205,7 +205,6 @@ LAYOUTS = {
     "gptq-biases": Layout("gptq", 128, zero_biases=True),
     "gptq-8-bits": Layout("gptq", -1, symmetric=True, bits=8),
     "gptq-8-bits-v2": Layout("gptq", -1, symmetric=True, bits=8, v2=True),
-    "gptq-8-bits-128": Layout("gptq", 128, symmetric=True, bits=8),  # as Qwen publishes them
 }
 each = pytest.mark.parametrize("one", LAYOUTS.values(), ids=LAYOUTS)
 
@@ -238,9 +237,7 @@ def test_weights_without_blocks(
     for ours, theirs in zip(quantised.layers, dense.layers, strict=True):
         for part in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
             weight, expected = getattr(ours, part).weight, getattr(theirs, part).weight
-            if one.bits == 8 and one.group != -1:  # no kernel has them
-                values = weight
-            elif one.bits == 8:
+            if one.bits == 8:
                 assert isinstance(weight, Int8Matrix)
                 assert not weight.quantized_activations
                 values = weight.codes.float() * weight.scale[:, None]
@@ -458,14 +455,6 @@ def test_experts_in_4_bits(one: Layout, wide: Path, tmp_path: Path) -> None:
     check_logits(quantised, dense)
 
 
-def test_experts_of_8_bits_in_groups_become_numbers(wide: Path, tmp_path: Path) -> None:
-    folders = write(wide, Layout("gptq", 32, symmetric=True, bits=8), tmp_path)
-    ours, theirs = (experts_of(load_folder(folder), 1) for folder in folders)
-    for part in PARTS:
-        assert torch.equal(getattr(ours, part), getattr(theirs, part))
-    check_logits(*folders)
-
-
 def test_some_matrices_of_experts_have_zeros(wide: Path, tmp_path: Path) -> None:
     """All zeros of the others are 8."""
     others = [f"{EXPERTS1}.3.up_proj", f"{EXPERTS1}.4.down_proj"]
@@ -602,7 +591,11 @@ def test_files_of_experts_that_do_not_fit(
         ("awq", {"modules_to_not_convert": "lm_head"}, "must be a list of names, got 'lm_head'"),
         ("awq", {"modules_to_not_convert": [3]}, r"must be a list of names, got \[3\]"),
         ("gptq", {"bits": 3}, "bits must be 4 or 8, got 3"),
-        ("gptq", {"bits": 8}, "sym must be true with bits=8, got false"),
+        (
+            "gptq",
+            {"bits": 8, "group_size": -1},
+            "sym must be true with bits=8 and no .*, got false",
+        ),
         ("gptq", {"group_size": 24}, "from 32 on, got 24"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format must be 'gptq' or 'gptq_v2'"),
         ("gptq", {"checkpoint_format": None, "format": "bitblas"}, "format must be 'gptq' or"),

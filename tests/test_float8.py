@@ -1,6 +1,7 @@
-"""Checkpoints in fp8: what they compute, and what is refused.
+"""Checkpoints that are dequantised as they are read: FP8, and GPTQ's 8 bits in groups.
 
-Expected are the logits of the same network with its weights dequantised here, number by number.
+Expected is the same network with its weights dequantised here: codes of FP8 from their bits, blocks
+one by one. ``test_awq_gptq`` packs GPTQ.
 """
 
 from __future__ import annotations
@@ -9,243 +10,407 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import load_folder, make_folder, make_hf
-from safetensors.torch import load_file, save_file
-from unstacked import experts_of
+from checkpoints import CPU, load_folder, make_folder, make_hf
+from safetensors.torch import save_file
+from test_awq_gptq import Layout, change_config, change_tensors, check_logits, ids, is_linear
+from test_awq_gptq import write as write_gptq
 
-from model import compressed, cpu_ops, float8, generate, quantize, weights
 from model import config as configs
+from model import cpu_ops, float8, generate, quantize, sensitivity
 from model.perplexity import logits_of
+from model.qwen3 import Model
 from model.sources import open_safetensors
-from model.weights import load_layer
+from model.weights import dequantised_note, load_experts, load_layer
 
 pytestmark = pytest.mark.thin(2)
-
-DENSE, MOE = "qwen3-128", "qwen3_moe-32"
-Q0 = "model.layers.0.self_attn.q_proj"
-E4M3 = torch.float8_e4m3fn
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("compressed_tensors") is None,
     reason="compressed-tensors is not installed (pip install .[dev])",
 )
 
-
-def ids(n: int) -> list[int]:
-    return torch.randint(0, 331, (n,), generator=torch.Generator().manual_seed(0)).tolist()
-
-
-def of_block(size: int) -> dict[str, Any]:
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [size, size],
-        "modules_to_not_convert": ["lm_head", "mlp.gate", "model.layers.1.self_attn.o_proj"],
-    }
+Q0 = "model.layers.0.self_attn.q_proj"
+EXPERT = "model.layers.1.mlp.experts.3.up_proj"
+# Inputs and outputs that 128 does not divide (40 to 120), and more of them than 128 (100 to 300).
+DENSE, MIXTURE, WIDE = "qwen3", "qwen3_moe", "qwen3_moe-32"
+NAMES = (DENSE, "qwen3-128", "qwen2", MIXTURE)
 
 
-def of_group(strategy: str, **more: Any) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
-    given = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**weights, "strategy": strategy, **more},
-        "input_activations": given,
-        "output_activations": None,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*mlp.gate$", "model.layers.1.self_attn.o_proj"],
-    }
+@dataclass(frozen=True)
+class Stored:
+    """How a checkpoint stores FP8, and what config.json says of it."""
+
+    method: str = "fp8"
+    block: tuple[int, int] | str = (128, 128)  # or "channel" or "tensor"
+    dtype: torch.dtype = torch.float32  # of scales
+    kept: Callable[[str], bool] = lambda name: False
+    more: dict[str, Any] = field(default_factory=dict)  # fields of the config
+
+    @property
+    def scale(self) -> str:
+        return "weight_scale_inv" if self.method == "fp8" else "weight_scale"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        if self.method == "fp8":
+            given = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+            assert not isinstance(self.block, str)
+            return {**given, "weight_block_size": list(self.block), **self.more}
+        blocks = not isinstance(self.block, str)
+        kind = {"num_bits": 8, "type": "float", "symmetric": True}
+        weights = {
+            **kind,
+            "strategy": "block" if blocks else self.block,
+            "block_structure": list(self.block) if blocks else None,
+            "dynamic": False,
+            "group_size": None,
+        }
+        inputs = {**kind, "strategy": "group" if blocks else "token", "dynamic": True}
+        inputs["group_size"] = 128 if blocks else None
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+            **self.more,
+        }
 
 
-LAYOUTS = {
-    "fp8-128": (of_block(128), (128, 128)),
-    "fp8-48": (of_block(48), (48, 48)),  # blocks at the edges are smaller
-    "channel": (of_group("channel"), (1, 0)),
-    "tensor": (of_group("tensor"), (0, 0)),
-    "block": (of_group("block", block_structure=[40, 56]), (40, 56)),
-}
-each = pytest.mark.parametrize(("config", "block"), LAYOUTS.values(), ids=LAYOUTS)
+def value(code: int) -> float:
+    """A sign, 4 bits of exponent and 3 of mantissa."""
+    sign, exponent, mantissa = -1 if code & 128 else 1, code >> 3 & 15, code & 7
+    if exponent == 0:
+        return sign * mantissa * 2.0**-9
+    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
 
 
-def rounded(
-    weight: torch.Tensor, block: tuple[int, int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(codes, scales, what they stand for) of [N, K]; 0 in ``block``: all there are."""
+VALUES = torch.tensor([value(code) for code in range(256)])
+
+
+def rounded(weight: torch.Tensor, one: Stored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes, scales, the weight that they stand for) of [N, K]."""
     n, k = weight.shape
-    rows, columns = block[0] or n, block[1] or k
-    codes, values = torch.empty(n, k, dtype=E4M3), torch.empty(n, k)
-    scales = torch.empty(-(-n // rows), -(-k // columns))
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            here = (
-                slice(i * rows, min((i + 1) * rows, n)),
-                slice(j * columns, min((j + 1) * columns, k)),
-            )
-            scales[i, j] = weight[here].abs().max() / 448
-            codes[here] = (weight[here] / scales[i, j]).to(E4M3)
-            values[here] = codes[here].float() * scales[i, j]
-    return codes, scales, values
+    sizes = {"channel": (1, k), "tensor": (n, k)}
+    rows, columns = sizes[one.block] if isinstance(one.block, str) else one.block
+    codes = torch.empty(n, k, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(-(-n // rows), -(-k // columns), dtype=one.dtype)
+    dense = torch.empty(n, k)
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            here = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            scale[i, j] = weight[here].abs().max() / 400
+            step = scale[i, j].float()
+            codes[here] = (weight[here] / step).to(torch.float8_e4m3fn)
+            dense[here] = VALUES[codes[here].contiguous().view(torch.uint8).long()] * step
+    return codes, scale.view(1) if one.block == "tensor" else scale, dense
 
 
-def write(
-    base: Path, config: dict[str, Any], block: tuple[int, int], out: Path
-) -> tuple[Path, Path]:
-    """(the checkpoint in fp8, and with its weights dequantised) below ``out``."""
+def write(base: Path, one: Stored, out: Path) -> tuple[Path, Path]:
+    """(the checkpoint quantised, and with its weights dequantised) below ``out``."""
     source = open_safetensors(base)
-    stored: dict[str, torch.Tensor] = {}
-    dense: dict[str, torch.Tensor] = {}
-    suffix = "weight_scale_inv" if config["quant_method"] == "fp8" else "weight_scale"
+    stored = {name: source.read(name).clone() for name in source.shapes}
+    dense = dict(stored)
     for name in source.shapes:
-        tensor = source.read(name)
-        stored[name] = dense[name] = tensor
         layer = name.removesuffix(".weight")
-        if layer.endswith("_proj") and layer != "model.layers.1.self_attn.o_proj":
-            codes, scales, dense[name] = rounded(tensor.float(), block)
-            stored[name] = codes
-            stored[f"{layer}.{suffix}"] = scales.flatten() if block == (0, 0) else scales
+        if is_linear(name) and not one.kept(layer):
+            stored[name], stored[f"{layer}.{one.scale}"], dense[name] = rounded(stored[name], one)
     folders = out / "quantised", out / "dense"
     for folder, tensors in zip(folders, (stored, dense), strict=True):
         shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    change_config(folders[0], lambda found: found.update(quantization_config=config))
+    change_config(folders[0], lambda config: config.update(quantization_config=one.config))
     return folders
 
 
-def change_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    change(config)
-    path.write_text(json.dumps(config))
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
+LAYOUTS = {
+    "fp8": Stored(),
+    "fp8-bf16-scales": Stored(dtype=torch.bfloat16),
+    "fp8-small-blocks": Stored(block=(16, 24)),
+    "channel": Stored("compressed", "channel", torch.bfloat16),
+    "tensor": Stored("compressed", "tensor"),
+    "block": Stored("compressed", (128, 128)),
+    "small-block": Stored("compressed", (48, 32)),
+}
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("bases")
-    return {name: make_folder(folder / name, None, name) for name in (DENSE, MOE)}
+    return {name: make_folder(folder / name, None, name) for name in (*NAMES, WIDE)}
 
 
 # ---- what they compute ---------------------------------------------------------------------------
 
 
-@each
-@pytest.mark.parametrize("name", [DENSE, MOE])
-def test_logits(
-    name: str,
-    config: dict[str, Any],
-    block: tuple[int, int],
-    bases: dict[str, Path],
-    tmp_path: Path,
+def same_weights(ours: Model, theirs: Model) -> None:
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        pairs = [(mine.qkv_proj, other.qkv_proj), (mine.o_proj, other.o_proj)]
+        if mine.experts is None:
+            pairs += [(mine.gate_up_proj, other.gate_up_proj), (mine.down_proj, other.down_proj)]
+        else:
+            assert other.experts is not None
+            for part in ("router", "gate_up_proj", "down_proj"):
+                assert torch.equal(getattr(mine.experts, part), getattr(other.experts, part))
+        for a, b in pairs:
+            assert a is not None
+            assert b is not None
+            assert torch.equal(a.weight, b.weight)
+
+
+@pytest.mark.parametrize("one", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_logits(name: str, one: Stored, bases: dict[str, Path], tmp_path: Path) -> None:
+    quantised, dense = write(bases[name], one, tmp_path)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        same_weights(load_folder(quantised, dtype), load_folder(dense, dtype))
+    check_logits(quantised, dense)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("v2", [True, False])
+@pytest.mark.parametrize(("name", "group"), [("qwen3-128", 128), ("qwen3-128", 32), (WIDE, 32)])
+def test_gptq_of_8_bits_in_groups(
+    name: str, group: int, v2: bool, symmetric: bool, bases: dict[str, Path], tmp_path: Path
 ) -> None:
-    quantised, dense = (load_folder(f) for f in write(bases[name], config, block, tmp_path))
-    expected, _ = logits_of(dense, cpu_ops, ids(20))
-    got, _ = logits_of(quantised, cpu_ops, ids(20))
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    one = Layout("gptq", group, bits=8, symmetric=symmetric, v2=v2)
+    quantised, dense = write_gptq(bases[name], one, tmp_path)
+    same_weights(load_folder(quantised), load_folder(dense))
+    check_logits(quantised, dense)
 
 
-@each
-def test_the_very_numbers(
-    config: dict[str, Any], block: tuple[int, int], bases: dict[str, Path], tmp_path: Path
-) -> None:
-    folders = write(bases[MOE], config, block, tmp_path)
-    ours, theirs = (load_folder(folder, torch.bfloat16) for folder in folders)
-    for part in ("gate_up_proj", "down_proj"):
-        a, b = (getattr(experts_of(model, 1), part) for model in (ours, theirs))
-        assert torch.equal(a, b)
-    assert torch.equal(ours.layers[0].qkv_proj.weight, theirs.layers[0].qkv_proj.weight)  # type: ignore[arg-type]
-    (alone, there) = (
-        load_layer(
-            configs.from_folder(folder),
-            open_safetensors(folder),
-            0,
-            dtype=torch.bfloat16,
-            device=torch.device("cpu"),
-        )
-        for folder in folders
-    )
-    assert torch.equal(alone.o_proj.weight, there.o_proj.weight)  # type: ignore[arg-type]
-
-
-def test_the_command_runs_it_and_says_what_it_does(
-    bases: dict[str, Path], tmp_path: Path, capsys: Any
-) -> None:
-    folder, _ = write(bases[DENSE], *LAYOUTS["fp8-128"], tmp_path)
-    weights._say_dequantised.cache_clear()  # it is said once a process
-    argv = ["--model", str(folder), "--prompt", "a b", "--max-tokens", "3", "--kernels", "torch"]
-    assert generate.main(argv) == 0
-    said = capsys.readouterr().err
-    assert said.count("weights of fp8 with a scale a block of 128x128 are dequantised to fl") == 1
-    assert quantize.main(["--model", str(folder), "--scheme", "w8a8", "--out", "x"]) == 2
-    assert "expected an unquantised checkpoint" in capsys.readouterr().err
+@pytest.mark.parametrize("one", ["fp8", "channel"])
+def test_layers_and_experts_by_themselves(one: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    found = []
+    for folder in write(bases[MIXTURE], LAYOUTS[one], tmp_path):
+        config, source = configs.from_folder(folder), open_safetensors(folder)
+        layer = load_layer(config, source, 1, dtype=torch.bfloat16, device=CPU)
+        assert layer.experts is not None
+        experts = load_experts(config, source, 1, dtype=torch.bfloat16)
+        found.append([layer.qkv_proj.weight, layer.experts.down_proj, *experts.values()])
+    for ours, theirs in zip(*found, strict=True):
+        assert isinstance(ours, torch.Tensor)
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(
-    ("kept", "left"),
+    ("kept", "more"),
     [
-        ("lm_head", ""),
-        ("mlp.gate", ""),  # a router, and no gate_proj
-        ("q_proj", "q_proj"),
-        ("model.layers.1", "layers.1."),
-        ("model.layers.1.self_attn.o_proj", "layers.1.self_attn.o_proj"),
-        (r"model.layers.*.down_proj", "down_proj"),
+        (".0.mlp.experts", {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp"]}),
+        (".k_proj", {"modules_to_not_convert": ["k_proj"]}),
+        (".k_proj", {"ignored_layers": ["k_proj", "model.layers.0.mlp.gate"]}),
+        (
+            ".1.self_attn",
+            {"modules_to_not_convert": ["model.layers.1.self_attn", "model.layers.0.mlp.gate"]},
+        ),
+        ("none", {"modules_to_not_convert": None}),
     ],
 )
-def test_names_of_layers_that_stay(kept: str, left: str) -> None:
-    found = float8.parse({**of_block(128), "modules_to_not_convert": [kept]})
-    parts = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
-    for layer in (f"model.layers.{i}.{part}" for i in (0, 1, 11) for part in parts):
-        assert (found.scheme_of(layer) is None) == (bool(left) and left in layer), layer
+def test_layers_left_alone(
+    kept: str, more: dict[str, Any], bases: dict[str, Path], tmp_path: Path
+) -> None:
+    one = Stored(kept=lambda name: kept in name, more=more)
+    quantised, dense = (load_folder(folder) for folder in write(bases[MIXTURE], one, tmp_path))
+    same_weights(quantised, dense)
 
 
-def test_transformers_has_the_same_numbers() -> None:
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+def test_gate_is_not_gate_proj(bases: dict[str, Path], tmp_path: Path) -> None:
+    one = Stored(more={"modules_to_not_convert": [f"model.layers.{i}.mlp.gate" for i in range(3)]})
+    quantised, dense = (load_folder(folder) for folder in write(bases[DENSE], one, tmp_path))
+    same_weights(quantised, dense)
 
-    weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
-    codes, scales, _ = rounded(weight, (128, 128))
-    (scheme,) = (s for _, s in float8.parse(of_block(128)).groups)
-    assert isinstance(scheme, float8.Float8)
-    theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
-    assert torch.equal(float8.dequantise(codes, scales, scheme), theirs)
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"activation_scheme": "static"}, "activation_scheme must be 'dynamic', got 'static'"),
+        ({"fmt": "e5m2"}, "fmt must be 'e4m3', got 'e5m2'"),
+        ({"scale_fmt": "ue8m0"}, "scale_fmt must be 'float', got 'ue8m0'"),
+        ({"expert_dtype": "fp4"}, "expert_dtype must be 'fp8', got 'fp4'"),
+        ({"modules_to_convert": ["x"]}, "modules_to_convert must be null"),
+        ({"weight_block_size": None}, "weight_block_size must be two integers above 0, got None"),
+        ({"weight_block_size": [128]}, r"two integers above 0, got \[128\]"),
+        ({"weight_block_size": [128, 0]}, r"two integers above 0, got \[128, 0\]"),
+        ({"modules_to_not_convert": "lm_head"}, "null or a list of names, got 'lm_head'"),
+    ],
+)
+def test_configs_of_fp8(changed: dict[str, Any], says: str, bases: dict[str, Path]) -> None:
+    config = json.loads((bases[DENSE] / "config.json").read_text())
+    with pytest.raises(ValueError, match=f"^config.json: quantization_config: .*{says}"):
+        configs.from_hf({**config, "quantization_config": {**Stored().config, **changed}})
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "says"),
+    [
+        ("weights", {"num_bits": 4}, "weights.num_bits must be 8, got 4"),
+        ("weights", {"type": "int"}, "weights.type must be 'float', got 'int'"),
+        ("weights", {"symmetric": False}, "weights.symmetric must be True"),
+        ("weights", {"dynamic": True}, "weights.dynamic must be False"),
+        ("weights", {"strategy": "group"}, "strategy must be 'channel' or 'tensor' or 'block'"),
+        ("weights", {"strategy": "block"}, "block_structure must be two integers .* None"),
+        ("weights", {"block_structure": [1, 1]}, r"block_structure must be null, got \[1, 1\]"),
+        ("input_activations", {"dynamic": False}, "input_activations.dynamic must be True"),
+        ("input_activations", {"type": "int"}, "input_activations.type must be 'float'"),
+    ],
+)
+def test_configs_of_compressed(
+    part: str, changed: dict[str, Any], says: str, bases: dict[str, Path]
+) -> None:
+    stored = LAYOUTS["channel"].config
+    stored["config_groups"]["group_0"][part].update(changed)
+    config = json.loads((bases[DENSE] / "config.json").read_text())
+    with pytest.raises(ValueError, match=f"^config.json: quantization_config: .*{says}"):
+        configs.from_hf({**config, "quantization_config": stored})
+
+
+def nan_codes(codes: torch.Tensor) -> torch.Tensor:
+    bits = codes.view(torch.uint8).clone()
+    bits[0, 0], bits[1, 1] = 127, 255
+    return bits.view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("layer", [Q0, EXPERT])
+@pytest.mark.parametrize("one", ["fp8", "channel"])
+@pytest.mark.parametrize(
+    ("part", "change", "says"),
+    [
+        ("scale", None, "expected tensor {layer}.{scale}, got none of that name"),
+        ("weight", None, "expected tensor {layer}.weight, got none of that name"),
+        ("scale", lambda t: t[:, :0].clone(), r"expected {layer}.{scale} of shape "),
+        ("scale", lambda t: t * 0, "expected finite scales above 0 in {layer}.{scale}, got"),
+        ("scale", lambda t: t / 0, "expected finite scales above 0 in {layer}.{scale}, got"),
+        ("scale", lambda t: -t, "expected finite scales above 0 in {layer}.{scale}, got"),
+        ("scale", lambda t: t.int(), "expected {layer}.{scale} in floats, got torch.int32"),
+        (
+            "scale",
+            lambda t: t.to(torch.float8_e5m2),
+            "expected {layer}.{scale} in 16 or 32 bits, got torch.float8_e5m2",
+        ),
+        ("weight", nan_codes, "expected finite weights, got 2 NaN in {layer}.weight"),
+        ("weight", lambda t: t.float(), "expected {layer}.weight in torch.float8_e4m3fn"),
+        ("other_scale", lambda _: torch.ones(1), "got 1 more, the first {layer}.other_scale"),
+        ("input_scale", lambda _: torch.ones(1), "got 1 more, the first {layer}.input_scale"),
+    ],
+)
+def test_files_that_do_not_fit(
+    part: str,
+    change: Any,
+    says: str,
+    one: str,
+    layer: str,
+    bases: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    scale = LAYOUTS[one].scale
+    folder, _ = write(bases[MIXTURE], LAYOUTS[one], tmp_path)
+    name = f"{layer}.{scale if part == 'scale' else part}"
+
+    def apply(tensors: dict[str, torch.Tensor]) -> None:
+        old = tensors.pop(name, None)
+        if change is not None:
+            tensors[name] = change(old)
+
+    change_tensors(folder, apply)
+    with pytest.raises(ValueError, match=says.format(layer=layer, scale=scale)) as raised:
+        load_folder(folder)
+    assert str(folder) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_weights_that_fp16_cannot_hold(bases: dict[str, Path], tmp_path: Path) -> None:
+    folder, _ = write(bases[MIXTURE], LAYOUTS["fp8"], tmp_path)
+    name = f"{EXPERT}.weight_scale_inv"
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.full((1, 1), 1e3)}))
+    load_folder(folder, torch.bfloat16)
+    with pytest.raises(ValueError, match=rf"that torch.float16 holds, got .* {EXPERT}\.weight,"):
+        load_folder(folder, torch.float16)
+
+
+def test_codes_that_the_config_does_not_tell_of(bases: dict[str, Path], tmp_path: Path) -> None:
+    """They do not pass for numbers: without scales, in a layer left alone or in all of them."""
+    folder, _ = write(bases[DENSE], LAYOUTS["fp8"], tmp_path)
+
+    def without_scales(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            del tensors[name]
+
+    change_tensors(folder, without_scales)
+    change_config(folder, lambda config: config.pop("quantization_config"))
+    with pytest.raises(ValueError, match=r"expected floats in .*, got torch\.float8_e4m3fn"):
+        load_folder(folder)
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+
+def test_generate_says_so(bases: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+    folder, dense = write(bases["qwen3-128"], LAYOUTS["fp8"], tmp_path)
+    argv = ["--prompt", "abc", "--max-tokens", "3", "--json"]
+    replies = []
+    for path in (folder, dense):
+        assert generate.main(["--model", str(path), *argv]) == 0
+        out, err = capsys.readouterr()
+        replies.append(json.loads(out)["replies"])
+        said = "weights of FP8 in blocks of 128x128, which have no kernel, are dequantised to"
+        assert (said in err) == (path == folder)
+    assert replies[0] == replies[1]
+    config, source = configs.from_folder(folder), open_safetensors(folder)
+    weights = sum(shape[0] * shape[1] for name, shape in source.shapes.items() if is_linear(name))
+    note = dequantised_note(config, source, torch.bfloat16)
+    assert note is not None
+    assert note.endswith(f"bfloat16: {2 * weights / 1e9:.3g} GB instead of {weights / 1e9:.3g}")
+
+
+def test_commands_that_want_16_bits(bases: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+    folder, _ = write(bases[DENSE], LAYOUTS["channel"], tmp_path)
+    argv = ["--model", str(folder), "--out", str(tmp_path / "out")]
+    for main, more in ((quantize.main, ["--scheme", "w8a8"]), (sensitivity.main, [])):
+        assert main([*argv, *more]) == 2
+        assert "expected an unquantised checkpoint, got a quantised one" in capsys.readouterr().err
+
+
+def test_compressed_tensors_reads_its_config() -> None:
+    """What the tests above write is a config of the package, and shapes are its own."""
+    package = pytest.importorskip("compressed_tensors.quantization")
+    initialize = pytest.importorskip("compressed_tensors.quantization.lifecycle.initialize")
+    for name in ("channel", "tensor", "block"):
+        one = LAYOUTS[name]
+        scheme = package.QuantizationConfig(**one.config).config_groups["group_0"]
+        linear = torch.nn.Linear(256, 200, bias=False)
+        initialize.initialize_module_for_quantization(linear, scheme)
+        _, scale, _ = rounded(torch.randn(200, 256), one)
+        assert linear.weight_scale.shape == scale.shape
 
 
 @needs_package
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("strategy", ["channel", "tensor", "block"])
-def test_what_the_package_writes(strategy: str, tmp_path: Path) -> None:
+def test_what_the_package_writes(strategy: str, given: bool, tmp_path: Path) -> None:
+    """With activations in fp8, or in 16 bits, for which it has another name of the same layout."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 
-    hf = make_hf(DENSE)
-    config, _ = LAYOUTS[strategy]
-    block = {"channel": (1, 0), "tensor": (0, 0), "block": (32, 64)}[strategy]
-    (group,) = config["config_groups"].values()
-    given = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True}
-    if strategy == "block":
-        given["block_structure"] = list(block)
-    scheme = {"targets": ["Linear"], "weights": given}
-    if strategy != "block":
-        scheme["input_activations"] = group["input_activations"]
-    whole = {"config_groups": {"group_0": scheme}, "ignore": ["lm_head"]}
+    one = Stored("compressed", (32, 64) if strategy == "block" else strategy)
+    hf = make_hf("qwen3-128")
+    (group,) = one.config["config_groups"].values()
+    group = {name: value for name, value in group.items() if given or name != "input_activations"}
+    group["weights"] = {n: value for n, value in group["weights"].items() if value is not None}
+    whole = {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
     whole["quantization_status"] = "frozen"
     apply_quantization_config(hf, QuantizationConfig.model_validate(whole))
     for module in hf.modules():
         if (scale := getattr(module, "weight_scale", None)) is not None:
-            _, scales, _ = rounded(module.weight.data.float(), block)
+            _, scales, _ = rounded(module.weight.data.float(), one)
             scale.data.copy_(scales.view(scale.shape))
     compressor = ModelCompressor.from_pretrained_model(hf)
     compressor.compress_model(hf)
@@ -254,73 +419,47 @@ def test_what_the_package_writes(strategy: str, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     compressor.update_config(str(tmp_path))
     written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    # With activations in 16 bits the package has another name for the same layout.
-    assert written["format"] == ("naive" if strategy == "block" else "float") + "-quantized"
+    assert written["format"] == ("float" if given else "naive") + "-quantized"
     compressor.decompress_model(hf)
-    ours = load_folder(tmp_path)
-    theirs = dict(hf.named_modules())
-    values = theirs["model.layers.1.mlp.down_proj"].weight.data
-    torch.testing.assert_close(ours.layers[1].down_proj.weight, values, rtol=1e-6, atol=1e-8)
-
-
-# ---- refused -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("base", "changed", "says"),
-    [
-        ("fp8", {"activation_scheme": "static"}, "activation_scheme must be 'dynamic', got 'st"),
-        ("fp8", {"fmt": "e5m2"}, "fmt must be null or 'e4m3' or 'float8_e4m3fn', got 'e5m2'"),
-        ("fp8", {"scale_fmt": "ue8m0"}, "scale_fmt must be null or 'float', got 'ue8m0'"),
-        ("fp8", {"weight_block_size": None}, r"two sizes above 0, such as \[128, 128\], got None"),
-        ("fp8", {"weight_block_size": [128, 0]}, r"two sizes above 0, .* got \[128, 0\]"),
-        ("fp8", {"modules_to_not_convert": "lm_head"}, "must be a list of names, got 'lm_head'"),
-        ("fp8", {"modules_to_not_convert": ["("]}, "modules_to_not_convert must hold regular"),
-        ("ct", {"strategy": "group"}, "strategy must be 'channel' or 'tensor' or 'block', got 'g"),
-        ("ct", {"type": "int"}, "weights.type must be 'float', got 'int'"),
-        ("ct", {"num_bits": 4}, "weights.num_bits must be 8, got 4"),
-        ("ct", {"strategy": "block"}, "weights.block_structure must be two sizes"),
-    ],
-)
-def test_configs_that_are_not_known(base: str, changed: dict[str, Any], says: str) -> None:
-    config = of_block(128) if base == "fp8" else of_group("channel")
-    (config if base == "fp8" else config["config_groups"]["group_0"]["weights"]).update(changed)
-    with pytest.raises(ValueError, match=f"^config.json: quantization_config: .*{says}"):
-        (float8.parse if base == "fp8" else compressed.parse)(config)
-
-
-def test_activations_with_a_scale_of_their_own() -> None:
-    config = of_group("tensor")
-    config["config_groups"]["group_0"]["input_activations"]["dynamic"] = False
-    with pytest.raises(ValueError, match=r"input_activations.dynamic must be True, got False"):
-        compressed.parse(config)
+    modules = dict(hf.named_modules())
+    for part in ("o_proj", "down_proj"):
+        name = f"model.layers.1.{'self_attn' if part == 'o_proj' else 'mlp'}.{part}"
+        ours = getattr(load_folder(tmp_path).layers[1], part).weight
+        torch.testing.assert_close(ours, modules[name].weight.data, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(
-    ("part", "change", "says"),
+    ("kept", "left"),
     [
-        ("weight_scale_inv", None, "expected tensor .*weight_scale_inv, got none of that name"),
-        ("input_scale", lambda _: torch.ones(1), "got 1 more, the first .*input_scale"),
-        ("weight", lambda t: t.to(torch.float8_e5m2), "weight in torch.float8_e4m3fn, as fp8 has"),
-        ("weight", lambda t: t.float(), "weight in torch.float8_e4m3fn, as fp8 has it, got"),
-        ("weight", lambda t: torch.full_like(t.float(), float("nan")).to(E4M3), "finite weights"),
-        ("weight_scale_inv", lambda t: -t, "finite scales above 0 in .*_scale_inv"),
-        ("weight_scale_inv", lambda t: t * float("inf"), "finite scales above 0 in .*_scale_inv"),
-        ("weight_scale_inv", lambda t: t.to(torch.int32), "_scale_inv in floats, got torch.int32"),
-        ("weight_scale_inv", lambda t: t.t()[:1].contiguous(), "weight_scale_inv of shape"),
+        ("lm_head", ""),
+        ("mlp.gate", ""),  # a router, and no gate_proj
+        ("model.layers.1", "layers.1."),  # and not 11
+        (r"model.layers.*.down_proj", "down_proj"),
     ],
 )
-def test_files_that_do_not_fit(
-    part: str, change: Any, says: str, bases: dict[str, Path], tmp_path: Path
-) -> None:
-    folder, _ = write(bases[DENSE], *LAYOUTS["fp8-48"], tmp_path)
+def test_names_of_layers_that_stay(kept: str, left: str) -> None:
+    found = float8.parse(Stored(more={"modules_to_not_convert": [kept]}).config)
+    parts = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+    for layer in (f"model.layers.{i}.{part}" for i in (0, 1, 11) for part in parts):
+        assert (found.scheme_of(layer) is None) == (bool(left) and left in layer), layer
+    with pytest.raises(ValueError, match=r"modules_to_not_convert must hold regular expressions"):
+        float8.parse(Stored(more={"modules_to_not_convert": ["("]}).config)
 
-    def apply(tensors: dict[str, torch.Tensor]) -> None:
-        old = tensors.pop(f"{Q0}.{part}", None)
-        if change is not None:
-            tensors[f"{Q0}.{part}"] = change(old)
 
-    change_tensors(folder, apply)
-    with pytest.raises(ValueError, match=says) as raised:
-        load_folder(folder)
-    assert "\n" not in str(raised.value)
+def test_transformers_has_the_same_numbers() -> None:
+    """Of ``weight_scale_inv`` in blocks that do not divide the weight."""
+    module = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    codes, scale, dense = rounded(torch.randn(200, 300), Stored())
+    linear = module.FP8Linear(300, 200, block_size=(128, 128))
+    assert linear.weight_scale_inv.shape == scale.shape
+    theirs = module._dequantize_fp8_weight(codes, scale, [128, 128], torch.float32)
+    torch.testing.assert_close(theirs, dense)
+
+
+def test_logits_depend_on_scales(bases: dict[str, Path], tmp_path: Path) -> None:
+    """A test of the tests: other scales are seen."""
+    folder, dense = write(bases[DENSE], LAYOUTS["fp8"], tmp_path)
+    name = "model.layers.0.self_attn.o_proj.weight_scale_inv"  # a norm undoes that of q_proj
+    change_tensors(folder, lambda tensors: tensors.update({name: tensors[name] * 2}))
+    got, expected = (logits_of(load_folder(path), cpu_ops, ids(9))[0] for path in (folder, dense))
+    assert float((got - expected).abs().max()) > 1e-3 * float(expected.abs().max())

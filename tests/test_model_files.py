@@ -39,7 +39,7 @@ QWEN3 = {
         ({"model_type": "gpt2"}, "must be one of qwen3, qwen3_moe, llama, mistral, qwen2, got"),
         ({"model_type": "qwen2_moe"}, "got 'qwen2_moe'"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "got quantization_config .*'fp8'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "got quantization_config .*'hqq'"),
         ({"use_sliding_window": True, "sliding_window": 32}, "got sliding_window=32"),
         ({"use_sliding_window": True, "layer_types": ["sliding_attention"]}, "sliding_attention"),
         ({"model_type": "mistral", "sliding_window": 32}, "got sliding_window=32"),
