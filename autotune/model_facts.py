@@ -96,7 +96,7 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         windows=_windows(config),
         dtype=_DTYPES[dtype],
         experts=_fused_experts(config),
-        quantised=config.get("quantization_config") is not None,
+        quantised=_multiplies_codes(config.get("quantization_config")),
         quantised_experts=_quantises_experts(config.get("quantization_config")),
     )
 
@@ -161,10 +161,24 @@ def _fused_experts(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
     return experts, chosen, width
 
 
+def _multiplies_codes(given: Any) -> bool:
+    """Whether there is a ``quantization_config`` of layers that stay as they are stored.
+
+    The runner dequantises fp8, and GPTQ's 8 bits in groups, as it reads them.
+    """
+    if not isinstance(given, Mapping):
+        return given is not None
+    form, method = given.get("format"), given.get("quant_method")
+    if method == "gptq":  # other layers may have other bits
+        groups = given.get("bits") == 8 and given.get("group_size", 128) != -1
+        return not groups or bool(given.get("dynamic"))
+    return method != "fp8" and form not in ("float-quantized", "naive-quantized")
+
+
 def _quantises_experts(given: Any) -> bool:
     """Whether a ``quantization_config`` is there and leaves no experts out by their name."""
     ignored = given.get("ignore") if isinstance(given, Mapping) else None
-    return given is not None and "experts" not in str(ignored)
+    return _multiplies_codes(given) and "experts" not in str(ignored)
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

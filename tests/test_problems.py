@@ -503,6 +503,25 @@ def test_facts_are_read_from_a_folder_or_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "codes"),
+    [
+        (None, False),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, False),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, False),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, True),
+        ({"quant_method": "gptq", "bits": 8}, False),  # in groups of 128
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, True),
+        ({"quant_method": "gptq", "bits": 8, "dynamic": {".*": {"bits": 4}}}, True),
+        ({"quant_method": "gptq", "bits": 4}, True),
+        ({"quant_method": "awq"}, True),
+    ],
+)
+def test_what_is_dequantised_multiplies_like_16_bits(given: Any, codes: bool) -> None:
+    facts = facts_of({**CONFIG, "quantization_config": given})
+    assert (facts.quantised, facts.quantised_experts) == (codes, codes)
+
+
+@pytest.mark.parametrize(
     ("fields", "windows"),
     [
         ({"model_type": "mistral", "sliding_window": None}, (None,)),
