@@ -188,7 +188,7 @@ def _run(args: argparse.Namespace) -> int:
     from model.generate import read_prompts
     from model.runner import choose_dtype, operations
     from model.tokenizer import encode
-    from model.weights import load_model
+    from model.weights import load_model, say_dequantised
 
     texts = dict(read_prompts(args))
     device = tkernels.device.tensor_device()
@@ -199,6 +199,7 @@ def _run(args: argparse.Namespace) -> int:
     usual = "float32" if device.type == "cpu" else stored
     dtype = choose_dtype(args.dtype, usual, kernels, config)
     model = load_model(config, checkpoint.source, dtype=getattr(torch, dtype), device=device)
+    say_dequantised(config, checkpoint.source, getattr(torch, dtype))
     how = [str(args.model.resolve()), args.pooling, args.bidirectional, args.normalize]
     ids = {name: encode(checkpoint.tokenizer, text) for name, text in texts.items()}
 

@@ -276,7 +276,7 @@ def _run(args: argparse.Namespace) -> int:
     from model.loop import Limits, check_prompt, generate
     from model.progress import progress
     from model.runner import choose_dtype, operations
-    from model.weights import dequantised_note, load_model
+    from model.weights import load_model, say_dequantised
 
     device = tkernels.device.tensor_device()
     kernels, ops = operations(args.kernels)
@@ -302,9 +302,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"steps are not captured: {why_not}", file=sys.stderr)
     graphs = not why_not and args.graphs is not False
     network = load_model(config, checkpoint.source, dtype=getattr(torch, dtype), device=device)
-    note = dequantised_note(config, checkpoint.source, getattr(torch, dtype))
-    if note is not None:
-        print(note, file=sys.stderr)
+    say_dequantised(config, checkpoint.source, getattr(torch, dtype))
     if calibration is not None and not fallback.multiplies_in_int8(network):
         raise ValueError(f"expected layers in w8a8 for --fallback, got none in {checkpoint.path}")
     load_s = time.perf_counter() - model.STARTED

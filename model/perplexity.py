@@ -163,7 +163,7 @@ def load_text_and_model(args: argparse.Namespace) -> tuple[Model, Any, list[int]
     from model.kv_quant import choose
     from model.runner import choose_dtype, operations
     from model.tokenizer import encode
-    from model.weights import load_model
+    from model.weights import load_model, say_dequantised
 
     device = tkernels.device.tensor_device()
     kernels, ops = operations(args.kernels)
@@ -181,6 +181,7 @@ def load_text_and_model(args: argparse.Namespace) -> tuple[Model, Any, list[int]
     network = load_model(
         checkpoint.config, checkpoint.source, dtype=getattr(torch, dtype), device=device
     )
+    say_dequantised(checkpoint.config, checkpoint.source, getattr(torch, dtype))
     return network, ops, ids, {"kernels": kernels, "dtype": dtype, "quantization": quantization}
 
 

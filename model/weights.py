@@ -6,6 +6,7 @@ not finite is refused as it is read.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -442,6 +443,13 @@ def dequantised_note(config: ModelConfig, source: Source, dtype: torch.dtype) ->
         f"weights of {' and '.join(words)}, which have no kernel, are dequantised to {kind}: "
         f"{weights / 1e9:.3g} GB instead of {codes / 1e9:.3g}"
     )
+
+
+def say_dequantised(config: ModelConfig, source: Source, dtype: torch.dtype) -> None:
+    """``dequantised_note`` to whoever runs a command."""
+    note = dequantised_note(config, source, dtype)
+    if note is not None:
+        print(note, file=sys.stderr, flush=True)
 
 
 def check_finite(source: Source, name: str, values: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from test_awq_gptq import Layout, change_config, change_tensors, check_logits, i
 from test_awq_gptq import write as write_gptq
 
 from model import config as configs
-from model import cpu_ops, float8, generate, quantize, sensitivity
+from model import cpu_ops, float8, generate, perplexity, quantize, sensitivity
 from model.perplexity import logits_of
 from model.qwen3 import Model
 from model.sources import open_safetensors
@@ -353,7 +353,7 @@ def test_codes_that_the_config_does_not_tell_of(bases: dict[str, Path], tmp_path
 # ---- commands ------------------------------------------------------------------------------------
 
 
-def test_generate_says_so(bases: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+def test_commands_say_so(bases: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
     folder, dense = write(bases["qwen3-128"], LAYOUTS["fp8"], tmp_path)
     argv = ["--prompt", "abc", "--max-tokens", "3", "--json"]
     replies = []
@@ -364,6 +364,15 @@ def test_generate_says_so(bases: dict[str, Path], tmp_path: Path, capsys: Any) -
         said = "weights of FP8 in blocks of 128x128, which have no kernel, are dequantised to"
         assert (said in err) == (path == folder)
     assert replies[0] == replies[1]
+    text = tmp_path / "text"
+    text.write_text("a b c d e f g h " * 6)
+    found = []
+    for path in (folder, dense):
+        assert perplexity.main(["--model", str(path), "--text", str(text), "--json"]) == 0
+        out, err = capsys.readouterr()
+        found.append(json.loads(out)["perplexity"])
+        assert (said in err) == (path == folder)
+    assert found[0] == found[1]
     config, source = configs.from_folder(folder), open_safetensors(folder)
     weights = sum(shape[0] * shape[1] for name, shape in source.shapes.items() if is_linear(name))
     note = dequantised_note(config, source, torch.bfloat16)
