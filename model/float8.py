@@ -72,7 +72,7 @@ def parse(config: Mapping[str, Any]) -> Quantization:
 def dequantised(codes: torch.Tensor, scale: torch.Tensor, scheme: Float8) -> torch.Tensor:
     """fp32 [N, K] of float8_e4m3fn codes, on the device of ``scale``."""
     n, k = codes.shape
-    # From a table: not every device has a type of FP8, and on a CPU this takes half the time.
+    # From a table: not every device has a type of FP8.
     table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(scale.device)
     indices = codes.view(torch.uint8).to(scale.device).flatten().int()
     out = table.index_select(0, indices).view(n, k)

@@ -147,11 +147,21 @@ def write(base: Path, one: Layout, out: Path) -> tuple[Path, Path]:
             if part == "bias" and f"{layer}.bias" in source.shapes:
                 continue
             stored[f"{layer}.{part}"] = value
+    return save_both(base, out, stored, dense, one.config)
+
+
+def save_both(
+    base: Path,
+    out: Path,
+    stored: dict[str, torch.Tensor],
+    dense: dict[str, torch.Tensor],
+    quantization: dict[str, Any],
+) -> tuple[Path, Path]:
     folders = out / "quantised", out / "dense"
     for folder, tensors in zip(folders, (stored, dense), strict=True):
         shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    change_config(folders[0], lambda config: config.update(quantization_config=one.config))
+    change_config(folders[0], lambda config: config.update(quantization_config=quantization))
     return folders
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,15 @@ import pytest
 import torch
 from checkpoints import CPU, load_folder, make_folder, make_hf
 from safetensors.torch import save_file
-from test_awq_gptq import Layout, change_config, change_tensors, check_logits, ids, is_linear
+from test_awq_gptq import (
+    Layout,
+    change_config,
+    change_tensors,
+    check_logits,
+    ids,
+    is_linear,
+    save_both,
+)
 from test_awq_gptq import write as write_gptq
 
 from model import config as configs
@@ -121,12 +128,7 @@ def write(base: Path, one: Stored, out: Path) -> tuple[Path, Path]:
         layer = name.removesuffix(".weight")
         if is_linear(name) and not one.kept(layer):
             stored[name], stored[f"{layer}.{one.scale}"], dense[name] = rounded(stored[name], one)
-    folders = out / "quantised", out / "dense"
-    for folder, tensors in zip(folders, (stored, dense), strict=True):
-        shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    change_config(folders[0], lambda config: config.update(quantization_config=one.config))
-    return folders
+    return save_both(base, out, stored, dense, one.config)
 
 
 LAYOUTS = {
