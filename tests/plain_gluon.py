@@ -4,7 +4,8 @@ Layouts mean nothing here, and products are torch's. What is held to are places 
 that TMA brings is poison from the moment at which it is asked for until its barrier has been waited
 for; a barrier wants the bytes that it was told; and what an earlier kernel may write is not read,
 and nothing stored, before the wait for earlier kernels. Nothing is read or stored beyond a tensor,
-and a lane that is masked off has poison, where the kernel does not say what else.
+and a lane that is masked off has poison, where the kernel does not say what else. Where warps go
+their own ways (``lone_warps_hopper``), each runs the program.
 """
 
 from __future__ import annotations
@@ -184,8 +185,9 @@ class Machine:
         """``early``: arguments that may be read ahead of the wait for earlier kernels."""
         self.early, self.program, self.waited = early, 0, False
         self.pdl, self.triggers = False, 0
-        self.programs, self.warps = 0, 0
+        self.programs, self.warps, self.warp = 0, 0, 0
         self.order: random.Random | None = None  # of programs, and of lanes of an atomic operation
+        self.lone_warps = False
         self.ulps: int | None = None  # of the approximate reciprocal; None: drawn lane by lane
         nothing = lambda *args, **kwargs: None  # noqa: E731
         barrier = types.SimpleNamespace(
@@ -216,7 +218,7 @@ class Machine:
             split=_split, join=lambda a, b: block(torch.stack((a, b), -1)),
             convert_layout=lambda t, layout, assert_trivial=False: t,
             load=self._load, store=self._store, atomic_add=self._atomic_add,
-            static_assert=_asserted,
+            static_assert=_asserted, div_rn=lambda a, b: a / b,
             allocate_shared_memory=self._allocate, inline_asm_elementwise=self._assembly,
         )  # fmt: skip
         for module in modules:
@@ -228,8 +230,13 @@ class Machine:
             stand_ins = {
                 "gl": self.gl, "hopper": self.hopper, "_as": _as, "_barrier": nothing,
                 "_load_tile": self._bring, "_wait_for_earlier_kernels": self._wait,
-                "_let_next_kernel_start": self._trigger,
+                "_let_next_kernel_start": self._trigger, "_warp": lambda: Int(self.warp),
+                "_put": self._put, "_put_16_bytes": self._put_16_bytes,
+                "_take_one": lambda at, mask: self._atomic_add(at, *_ones(at, mask, -1), "relaxed"),
+                "_add_one": lambda at, mask: self._atomic_add(at, *_ones(at, mask, 1), "relaxed"),
             }  # fmt: skip
+            lone = hasattr(module, "_warp")
+            self.lone_warps |= lone
             for name, value in stand_ins.items():
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, value)
@@ -260,10 +267,11 @@ class Machine:
                     given.append(Pointer(value, name in self.early))
                 else:
                     given.append(value if isinstance(value, float) else Int(value))
-            programs = list(range(grid[0]))
+            warps = self.warps if self.lone_warps else 1
+            programs = [(program, warp) for program in range(grid[0]) for warp in range(warps)]
             if self.order is not None:
                 self.order.shuffle(programs)
-            for self.program in programs:
+            for self.program, self.warp in programs:
                 self.waited, self.triggers = False, 0
                 kernel(*given, **constants)
 
@@ -298,6 +306,20 @@ class Machine:
         places, value, mask = torch.broadcast_tensors(at.places(), value, mask)
         assert value.dtype == at.tensor.dtype
         at.numbers()[places[mask].long()] = plain(value[mask])
+
+    def _put(self, to: Pointer, x: torch.Tensor, mask: torch.Tensor, kind: str) -> None:
+        assert kind == f"b{8 * to.tensor.element_size()}"
+        dtype = to.tensor.dtype
+        self._store(to, x if x.dtype == dtype else block(plain(x).to(dtype)), mask)
+
+    def _put_16_bytes(self, to: Pointer, *given: torch.Tensor) -> None:
+        """Four int32 to bytes that follow each other."""
+        *words, mask = given
+        words = [word.to(torch.int32) for word in words]
+        numbers = block(torch.stack([plain(w) for w in words], -1).view(to.tensor.dtype))
+        to = Pointer(to.tensor, to.early, to.offset[..., None]) + torch.arange(16)
+        assert not bool((plain(to.places()[..., 0]) % 16)[plain(mask).expand(words[0].shape)].any())
+        self._store(to, numbers, mask[..., None])
 
     def _atomic_add(self, at: Pointer, value: torch.Tensor, mask: torch.Tensor, sem: str) -> Block:
         """Lane by lane, in any order."""
@@ -358,6 +380,10 @@ class Machine:
     def _product(self, a: Shared, b: Shared, acc: torch.Tensor, is_async: bool) -> Block:
         wide = torch.float64 if acc.dtype.is_floating_point else torch.int32
         return block((acc + a.view().to(wide) @ b.view().to(wide)).to(acc.dtype))
+
+
+def _ones(at: Pointer, mask: torch.Tensor, value: int) -> tuple[Block, torch.Tensor]:
+    return block(torch.full(mask.shape, value, dtype=at.tensor.dtype)), mask
 
 
 def _asserted(holds: bool) -> None:

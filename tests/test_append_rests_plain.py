@@ -14,7 +14,7 @@ from tkernels import append_rests_hopper
 from tkernels.kv_format import FORMATS, LARGEST, NO_SLOT, QuantizedKV, allocate_quantized, fields
 
 BF16, FP16 = torch.bfloat16, torch.float16
-SEEDS = range(300, 320)
+SEEDS = range(300, 334)
 NAN = float("nan")
 POISON = {"codes": 77, "scale": 5.0, "residual": 0xA5, "residual_scale": 99}
 
@@ -25,6 +25,7 @@ class Drawn(NamedTuple):
     dim: int
     block_size: int
     dtype: torch.dtype
+    static: bool
     residual_block: int
     mantissa: int
     taus: list[float]  # of K's heads, then of V's
@@ -37,23 +38,25 @@ class Drawn(NamedTuple):
 
     @property
     def block_tokens(self) -> int:
-        return append_rests_hopper.rows_of(self.dim, self.warps) // self.block_heads
+        return append_rests_hopper.rows_of(self.dim) // self.block_heads
 
     @property
     def n_tiles(self) -> int:
         return -(-self.n_tokens // self.block_tokens)
 
     @property
-    def tiles_of_a_program(self) -> int:
+    def tiles_of_a_warp(self) -> int:
         groups = 2 * self.n_heads // self.block_heads
-        return -(-self.n_tiles // max(1, self.max_programs // groups))
+        return -(-self.n_tiles // (self.warps * max(1, self.max_programs // groups)))
 
 
 def drawn(seed: int) -> Drawn:
     pick = random.Random(seed).choice
     dim, warps, n_heads = pick((64, 128, 256)), pick((1, 1, 2, 4)), pick((1, 2, 3, 4, 4))
-    rows = append_rests_hopper.rows_of(dim, warps)
-    heads = pick([n for n in (1, 2, 4) if n_heads % n == 0 and n <= rows][-2:])
+    static = pick((False, False, True))
+    rows = append_rests_hopper.rows_of(dim)
+    fit = [n for n in (1, 2, 4) if n_heads % n == 0 and n <= rows]
+    heads = 1 if static else pick([*fit[-2:], fit[-1]])
     tile = rows // heads
     return Drawn(
         n_tokens=pick((1, tile, 2 * tile + 1, 4 * tile - 1)),
@@ -61,6 +64,7 @@ def drawn(seed: int) -> Drawn:
         dim=dim,
         block_size=pick((1, 3, 16)),
         dtype=pick((BF16, FP16)),
+        static=static,
         residual_block=pick((16, 32)),
         mantissa=pick((0, 1, 2)),
         taus=[pick((0.0125, 0.0125, 0.009, 0.0, -1.0, NAN)) for _ in range(2 * n_heads)],
@@ -77,11 +81,13 @@ def numbers_of(p: Drawn, generator: torch.Generator) -> tuple[torch.Tensor, torc
     """k, that lies between q and v of a token; v, where a head's tokens follow each other."""
     made = []
     least, end = (-14, 9) if p.dtype == FP16 else (-108, 118)
+    if p.static:  # within 8 times of what scales are for
+        least, end = -3, 4
     for _ in range(2):
         x = torch.randn(p.n_tokens, p.n_heads, p.dim, generator=generator)
         which = torch.rand(p.n_tokens, p.n_heads, generator=generator)
         x[which < 0.4, 5] = 60.0
-        x[which > 0.9, p.dim - 2] = NAN
+        x[which > 0.9, p.dim - 2] = 30.0 if p.static else NAN
         x[(which > 0.8) & (which < 0.9)] = 0.0
         exponent = torch.randint(least, end, which.shape, generator=generator)
         made.append((x * 2.0 ** exponent[..., None]).to(p.dtype))
@@ -102,19 +108,23 @@ def places_of(p: Drawn, n_places: int, generator: torch.Generator) -> torch.Tens
     return places
 
 
-def caches_of(p: Drawn, n_blocks: int) -> list[QuantizedKV]:
+def caches_of(p: Drawn, n_blocks: int, generator: torch.Generator) -> list[QuantizedKV]:
     """Of K, of V."""
     n_places = n_blocks * p.block_size
     n_slots = {"few": 3, "enough": n_places, "65535": 0xFFFF}[p.n_slots]
     caches = []
     for taus in (p.taus[: p.n_heads], p.taus[p.n_heads :]):
+        steps = torch.randint(1, 9, (p.n_heads, p.dim), generator=generator) / 127
         cache = allocate_quantized(
             n_blocks, p.block_size, p.n_heads, p.dim, tau=torch.tensor(taus),
+            mode="int8_static_fp4" if p.static else "int8_fp4",
+            static_scale=steps if p.static else None,
             outlier_share=n_slots / n_places, residual_format=FORMATS[p.mantissa],
             residual_block=p.residual_block,
         )  # fmt: skip
         for name, value in POISON.items():
-            cache.tensors()[name].fill_(value)
+            if name != "scale" or not p.static:
+                cache.tensors()[name].fill_(value)
         caches.append(cache)
     return caches
 
@@ -125,7 +135,7 @@ def append(
     n_blocks = caches[0].codes.shape[0]
     constants = {
         "BLOCK_SIZE": p.block_size, "N_HEADS": p.n_heads, "HEAD_DIM": p.dim,
-        "RESIDUAL_BLOCK": p.residual_block, "MANTISSA": p.mantissa,
+        "STATIC": p.static, "RESIDUAL_BLOCK": p.residual_block, "MANTISSA": p.mantissa,
         "LARGEST_CODE": LARGEST[FORMATS[p.mantissa]],
     }  # fmt: skip
     config = {
@@ -145,7 +155,7 @@ def test_random_problems_match_the_reference(seed: int, monkeypatch: pytest.Monk
     machine = Machine(monkeypatch, [append_rests_hopper], early=set())
     machine.order = random.Random(seed)
     n_blocks = -(-(p.n_tokens + 5) // p.block_size)
-    caches = caches_of(p, n_blocks)
+    caches = caches_of(p, n_blocks, generator)
     for _ in range(2):
         k, v = numbers_of(p, generator)
         places = places_of(p, n_blocks * p.block_size, generator)
@@ -161,7 +171,7 @@ def test_wrong_slots_and_counts_stay_inside_the_pool(monkeypatch: pytest.MonkeyP
     p = drawn(0)._replace(n_tokens=4, n_heads=1, block_heads=1, taus=[-1.0, -1.0], n_slots="few")
     Machine(monkeypatch, [append_rests_hopper], early=set())
     generator = torch.Generator().manual_seed(0)
-    caches = caches_of(p, 16)
+    caches = caches_of(p, 16, generator)
     for cache in caches:
         assert cache.slots is not None
         assert cache.free_count is not None
@@ -181,6 +191,7 @@ def test_random_problems_have_what_matters() -> None:
         "dim": {64, 128, 256},
         "block_size": {1, 3, 16},
         "dtype": {BF16, FP16},
+        "static": {False, True},
         "residual_block": {16, 32},
         "mantissa": {0, 1, 2},
         "n_slots": {"few", "enough", "65535"},
@@ -192,8 +203,8 @@ def test_random_problems_have_what_matters() -> None:
     for name, values in wanted.items():
         for value in values:
             assert sum(getattr(p, name) == value for p in problems) > 1, (name, value)
-    assert sum(p.tiles_of_a_program > 2 for p in problems) > 3
-    assert sum(p.tiles_of_a_program == 1 for p in problems) > 3
+    assert sum(p.tiles_of_a_warp > 2 for p in problems) > 3
+    assert sum(p.tiles_of_a_warp == 1 for p in problems) > 3
     assert sum(p.n_tokens % p.block_tokens > 0 for p in problems) > 3
     assert sum(len({str(tau) for tau in p.taus}) > 1 for p in problems) > 10
 

@@ -1,14 +1,16 @@
 """The body of ``append_quantized_kv`` with residuals for Hopper (sm_90): ``variant`` "hopper".
 
-A program goes through tiles of tokens of some heads, of K or of V; where tokens are many, as many
-programs of two warps as a chip holds at once. A row, that is a token's head, has 16 channels a
-lane, so that what is summed over it crosses few lanes, and its codes are stored 16 bytes a lane.
-The next tile's numbers and the slots that its places have are on their way while one is worked on,
-and the places of the tile after that, as slots are where places say.
+Warps go their own ways (``lone_warps_hopper``): each goes through tiles of tokens of some heads, of
+K or of V, and where tokens are many there are as many warps as a chip holds at once. A row, that is
+a token's head, has 16 channels a lane, so that what is summed over it crosses few lanes, and its
+codes are stored 16 bytes a lane. The next tile's numbers and the slots that its places have are on
+their way while one is worked on, and what the mapping says of the tile after that, as slots are
+where places say. That is not looked at before its turn: a warp would wait for it in each tile.
 
 Rests are packed from registers, by the lanes that have them, where a row of the tile is an outlier
 or its place has a slot already. One lane of an outlier's row takes a slot, and its number is not
-waited for before the row's rests are packed.
+waited for before the row's rests are packed. Static scales and their inverses, which a program has
+of one head, lie in shared memory, as registers are for numbers on their way.
 
 What is asked for a tile ahead stands behind a branch, because ptxas puts loads off to where they
 are needed if nothing stands between. It is written in Gluon, where layouts say which lane has what.
@@ -31,6 +33,11 @@ from tkernels.device import Device, tl
 from tkernels.few_rows_hopper import register_options
 from tkernels.flash_attn_hopper import is_aligned
 from tkernels.kv_format import NO_SLOT
+from tkernels.lone_warps_hopper import add_one as _add_one
+from tkernels.lone_warps_hopper import put as _put
+from tkernels.lone_warps_hopper import put_16_bytes as _put_16_bytes
+from tkernels.lone_warps_hopper import take_one as _take_one
+from tkernels.lone_warps_hopper import warp as _warp
 from tkernels.paged_attn_quantized_hopper import (
     _let_next_kernel_start,
     _wait_for_earlier_kernels,
@@ -42,6 +49,8 @@ if TYPE_CHECKING:
     from tkernels import _triton as gluon
 else:
     gl, gluon = few_rows_hopper.gl, few_rows_hopper.gluon
+
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # newer tritons: barrier
 
 CHANNELS = 16  # of a lane
 _NO_SLOT = gl.constexpr(NO_SLOT)
@@ -131,6 +140,17 @@ def _scale_of(pairs, dtype: gl.constexpr):
 
 
 @gluon.jit
+def _rounded(x, inverse, LIMITED: gl.constexpr):
+    """As ``append_codes.rounded`` has it."""
+    steps = x * inverse
+    if LIMITED:
+        moved = gl.minimum(gl.maximum(steps, -127.0), 127.0) + _ROUNDER
+    else:
+        moved = steps + _ROUNDER
+    return steps, moved
+
+
+@gluon.jit
 def _late(x, other):
     """x, which the compiler cannot look at before ``other`` is known."""
     return gl.inline_asm_elementwise(
@@ -138,73 +158,87 @@ def _late(x, other):
 
 
 @gluon.jit
-def _four_bits(rest, unit, MANTISSA: gl.constexpr, LARGEST_CODE: gl.constexpr):
-    """Codes of rests, in blocks' units; kv_format says how."""
-    small = gl.minimum(gl.abs(rest) * unit, LARGEST_CODE)
-    bits = small.to(gl.int32, bitcast=True)
-    if MANTISSA == 0:
-        nearest = gl.maximum(((bits + 0x400000) >> 23) - 126, 1)
-        code = gl.where(small > 0.5, nearest, 0)
-    else:  # steps double with the exponent; below 1 they stay (subnormal numbers)
-        power = gl.maximum(bits >> 23, 127)
-        magic = (power + (23 - MANTISSA)) << 23  # a float whose last bit is one step
-        moved = small + magic.to(gl.float32, bitcast=True)
-        code = ((power - 127) << MANTISSA) + (moved.to(gl.int32, bitcast=True) - magic)
-    return gl.where(rest < 0, code | 8, code)
+def _four_codes(
+    a, b, c, d, unit, CLAMPED: gl.constexpr, MANTISSA: gl.constexpr, LARGEST_CODE: gl.constexpr,
+):
+    """Codes of four rests, a byte each, in units of their block; kv_format says how.
+
+    Not ``CLAMPED`` where none is more than half a step: then the unit makes of the largest at most
+    the largest code, but for rounding.
+    """
+    rests = gl.tuple([a, b, c, d])
+    word = a.to(gl.int32, bitcast=True) * 0
+    for j in gl.static_range(4):
+        small = gl.abs(rests[j]) * unit
+        if CLAMPED:
+            small = gl.minimum(small, LARGEST_CODE)
+        bits = small.to(gl.int32, bitcast=True)
+        if MANTISSA == 0:
+            nearest = gl.maximum(((bits + 0x400000) >> 23) - 126, 1)
+            code = gl.where(small > 0.5, nearest, 0)
+        else:  # steps double with the exponent; below 1 they stay (subnormal numbers)
+            power = gl.maximum(bits, 0x3F800000) & 0x7F800000
+            magic = power + ((23 - MANTISSA) << 23)  # a float whose last bit is one step
+            moved = small + magic.to(gl.float32, bitcast=True)
+            code = moved.to(gl.int32, bitcast=True) - magic
+            code += (power >> (23 - MANTISSA)) - (127 << MANTISSA)
+        word = gl.where(rests[j] < 0, word | (8 << (8 * j)), word) + (code << (8 * j))
+    return word
 
 
 @gluon.jit
-def _pairs_of_lane(x, lanes: gl.constexpr):
-    """The 8 pairs [R, L] that each lane has of x [R, 8 * L], in their order."""
-    rows: gl.constexpr = x.shape[0]
-    even, odd = gl.split(gl.reshape(x, [rows, x.shape[1] // 8, 2, 2, 2]))
-    by_four_0, by_four_2 = gl.split(even)
-    by_four_1, by_four_3 = gl.split(odd)
-    p0, p4 = gl.split(by_four_0)
-    p1, p5 = gl.split(by_four_1)
-    p2, p6 = gl.split(by_four_2)
-    p3, p7 = gl.split(by_four_3)
-    split = gl.tuple([p0, p1, p2, p3, p4, p5, p6, p7])
-    pairs = gl.tuple([])
-    for i in gl.static_range(8):
-        pairs = pairs + gl.tuple([gl.convert_layout(split[i], lanes, assert_trivial=True)])
-    return pairs
+def _parts(x, N: gl.constexpr):
+    """The N parts [R, L] of x [R, L, N]."""
+    if N == 1:
+        parts = gl.tuple([gl.reshape(x, [x.shape[0], x.shape[1]])])
+    else:
+        even, odd = gl.split(gl.reshape(x, [x.shape[0], x.shape[1], N // 2, 2]))
+        evens, odds = _parts(even, N // 2), _parts(odd, N // 2)
+        parts = gl.tuple([])
+        for i in gl.static_range(N // 2):
+            parts = parts + gl.tuple([evens[i], odds[i]])
+    return parts
 
 
 @gluon.jit
-def _side_by_side(a, b, c, d):
-    """[R, 4 * L]: numbers a, b, c, d [R, L] of a lane follow each other."""
-    rows: gl.constexpr = a.shape[0]
-    words: gl.constexpr = a.shape[1]
-    return gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [rows, 4 * words])
+def _of_lane(x, lanes: gl.constexpr, N: gl.constexpr):
+    """The N numbers [R, L] that each lane has of x [R, L, N], in their order."""
+    parts = _parts(x, N)
+    numbers = gl.tuple([])
+    for i in gl.static_range(N):
+        numbers = numbers + gl.tuple([gl.convert_layout(parts[i], lanes, assert_trivial=True)])
+    return numbers
+
+
+@gluon.jit
+def _sixteen(x):
+    """x, for each channel of a lane."""
+    y = gl.tuple([])
+    for _i in gl.static_range(16):
+        y = y + gl.tuple([x])
+    return y
 
 
 @gluon.jit
 def _store_rests(
-    pairs, inverse, wanted, slot, kept, head, place, slots_ptr, residual_ptr, residual_scale_ptr,
-    free_slots_ptr, free_count_ptr, dropped_ptr, n_slots, dtype: gl.constexpr,
+    rests, wanted, slot, kept, head, place, slots_ptr, residual_ptr, residual_scale_ptr,
+    free_slots_ptr, free_count_ptr, dropped_ptr, n_slots, STATIC: gl.constexpr,
     RESIDUAL_BLOCK: gl.constexpr, MANTISSA: gl.constexpr, LARGEST_CODE: gl.constexpr,
 ):
     """Slots [R] of rows: what they have, and new ones where ``wanted``, which are taken from the
     stack or counted as dropped. Rests of rows that are ``kept`` and have one go to the pool."""
-    lanes: gl.constexpr = pairs[0].type.layout
-    R: gl.constexpr = pairs[0].shape[0]
-    L: gl.constexpr = pairs[0].shape[1]
+    lanes: gl.constexpr = rests[0].type.layout
+    R: gl.constexpr = rests[0].shape[0]
+    L: gl.constexpr = rests[0].shape[1]
     HALF: gl.constexpr = L // 2
     BLOCKS: gl.constexpr = 16 * L // RESIDUAL_BLOCK
     lane = gl.arange(0, L, gl.SliceLayout(0, lanes))[None, :]
     asks = wanted[:, None] & (lane == 0)
-    count = free_count_ptr + head[:, None] + lane * 0
-    one = gl.full([R, L], 1, gl.int32, lanes)
-    left = gl.atomic_add(count, -one, mask=asks, sem="relaxed")
-    rests = gl.tuple([])
-    largest = gl.full([R, L], 0.0, gl.float32, lanes)
-    for i in gl.static_range(len(pairs)):
-        low, high = _pair(pairs[i], dtype)
-        low, high = low * inverse, high * inverse
-        low, high = low - ((low + _ROUNDER) - _ROUNDER), high - ((high + _ROUNDER) - _ROUNDER)
-        largest = gl.maximum(largest, gl.maximum(gl.abs(low), gl.abs(high)))
-        rests = rests + gl.tuple([low, high])
+    count = free_count_ptr + gl.where(asks, head[:, None], lane)
+    left = _take_one(count, asks)
+    largest = gl.abs(rests[0])
+    for i in gl.static_range(1, len(rests)):
+        largest = gl.maximum(largest, gl.abs(rests[i]))
     of_blocks = gl.reshape(largest, [R, BLOCKS, L // BLOCKS])
     amax = gl.max(of_blocks, 2) * (1.0 / LARGEST_CODE)
     exponent = (amax.to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23
@@ -215,13 +249,11 @@ def _store_rests(
     # Channel j and j + head_dim / 2 share a byte: lanes of the upper half hand theirs over.
     words = gl.tuple([])
     for i in gl.static_range(4):
-        word = _four_bits(rests[4 * i], unit, MANTISSA, LARGEST_CODE)
-        for j in gl.static_range(1, 4):
-            code = _four_bits(rests[4 * i + j], unit, MANTISSA, LARGEST_CODE)
-            word = word | (code << (8 * j))
+        word = _four_codes(
+            rests[4 * i], rests[4 * i + 1], rests[4 * i + 2], rests[4 * i + 3], unit, STATIC,
+            MANTISSA, LARGEST_CODE)
         word = word << (lane // HALF * 4)
         words = words + gl.tuple([gl.reduce(gl.reshape(word, [R, 2, HALF]), 1, _or)])
-    packed = _side_by_side(words[0], words[1], words[2], words[3])
 
     left = _late(left, word)
     top = gl.max(gl.where(asks, left, _FAR_BELOW), 1) - 1
@@ -229,32 +261,38 @@ def _store_rests(
     stack = free_slots_ptr + head.to(gl.int64) * n_slots
     own = gl.load(stack + gl.minimum(gl.maximum(top, 0), n_slots - 1), mask=takes, other=0)
     missing = asks & (top < 0)[:, None]
-    gl.atomic_add(count, one, mask=missing, sem="relaxed")
-    gl.atomic_add(dropped_ptr + head[:, None] + lane * 0, one, mask=missing, sem="relaxed")
+    _add_one(count, missing)
+    _add_one(dropped_ptr + head[:, None], missing)
     slot = gl.where(takes, own, slot)
-    gl.store(slots_ptr + place, slot.to(gl.int16), mask=takes)
+    _put(slots_ptr + place, slot, takes, "b16")
 
     holds = kept & (slot != _NO_SLOT)
     # Whoever wrote the slots may have been wrong: never past the pool.
     row = gl.minimum(slot & 0xFFFF, n_slots - 1).to(gl.int64) + head.to(gl.int64) * n_slots
-    by_four: gl.constexpr = packed.type.layout
-    to = gl.convert_layout(row, gl.SliceLayout(1, by_four))[:, None] * (4 * HALF)
-    to += gl.arange(0, 4 * HALF, gl.SliceLayout(0, by_four))[None, :]
-    mask = gl.convert_layout(holds, gl.SliceLayout(1, by_four))[:, None]
-    gl.store(residual_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + to, packed, mask=mask)
-    by_block: gl.constexpr = exponent.type.layout
-    to = gl.convert_layout(row, gl.SliceLayout(1, by_block))[:, None] * BLOCKS
-    to += gl.arange(0, BLOCKS, gl.SliceLayout(0, by_block))[None, :]
-    mask = gl.convert_layout(holds, gl.SliceLayout(1, by_block))[:, None]
-    gl.store(residual_scale_ptr + to, exponent.to(gl.uint8), mask=mask)
+    halves: gl.constexpr = words[0].type.layout
+    to = gl.convert_layout(row, gl.SliceLayout(1, halves), assert_trivial=True)[:, None]
+    to = to * (16 * HALF) + 16 * gl.arange(0, HALF, gl.SliceLayout(0, halves))[None, :]
+    mask = gl.convert_layout(holds, gl.SliceLayout(1, halves), assert_trivial=True)[:, None]
+    _put_16_bytes(residual_ptr + to, words[0], words[1], words[2], words[3], mask)
+    blocks: gl.constexpr = exponent.type.layout
+    to = gl.convert_layout(row, gl.SliceLayout(1, blocks), assert_trivial=True)[:, None] * BLOCKS
+    to += gl.arange(0, BLOCKS, gl.SliceLayout(0, blocks))[None, :]
+    mask = gl.convert_layout(holds, gl.SliceLayout(1, blocks), assert_trivial=True)[:, None]
+    _put(residual_scale_ptr + to, exponent, mask, "b8")
     return slot
 
 
 @gluon.jit
-def _positions(tile, slot_mapping_ptr, n_tokens, n_positions, row, HEADS: gl.constexpr):
-    """[R], -1 where nothing is kept: past the last token, and where the mapping says none."""
+def _mapped(tile, slot_mapping_ptr, n_tokens, row, HEADS: gl.constexpr):
+    """[R], what the mapping says of a tile's tokens; -1 past the last token."""
     token = tile * (row.shape[0] // HEADS) + row // HEADS
-    position = gl.load(slot_mapping_ptr + token, mask=token < n_tokens, other=-1).to(gl.int64)
+    return gl.load(slot_mapping_ptr + token, mask=token < n_tokens, other=-1)
+
+
+@gluon.jit
+def _position(mapped, n_positions):
+    """[R], -1 where nothing is kept."""
+    position = mapped.to(gl.int64)
     kept = (position >= 0) & (position < n_positions)
     return gl.where(kept, position, -1).to(gl.int32)
 
@@ -277,25 +315,26 @@ def _append_rests_hopper_kernel(
     stride_kt, stride_kh, stride_vt, stride_vh,  # in units of 16 bytes
     n_tokens, n_positions, n_slots, n_tiles,
     BLOCK_SIZE: gl.constexpr, N_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    RESIDUAL_BLOCK: gl.constexpr, MANTISSA: gl.constexpr, LARGEST_CODE: gl.constexpr,
-    BLOCK_T: gl.constexpr, BLOCK_HEADS: gl.constexpr, PDL: gl.constexpr,
+    STATIC: gl.constexpr, RESIDUAL_BLOCK: gl.constexpr, MANTISSA: gl.constexpr,
+    LARGEST_CODE: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_HEADS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     DTYPE: gl.constexpr = k_ptr.dtype.element_ty
     W: gl.constexpr = gl.num_warps()
     L: gl.constexpr = HEAD_DIM // 16  # lanes of a row
-    R: gl.constexpr = BLOCK_T * BLOCK_HEADS  # a lane has a part of one
+    R: gl.constexpr = BLOCK_T * BLOCK_HEADS  # of a warp; a lane has a part of one
     lanes: gl.constexpr = gl.BlockedLayout([1, 1], [32 // L, L], [W, 1], [1, 0])
     of_pairs: gl.constexpr = gl.BlockedLayout([1, 8], [32 // L, L], [W, 1], [1, 0])
-    of_codes: gl.constexpr = gl.BlockedLayout([1, 4], [32 // L, L], [W, 1], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, lanes)
     groups: gl.constexpr = N_HEADS // BLOCK_HEADS
     if PDL:
         _let_next_kernel_start()
     # A program stays with its heads, of K or of V. What lies side by side is read at one time.
+    # Its warps have tiles of their own.
     of_k = gl.program_id(0) % 2 == 0
     head0 = gl.program_id(0) // 2 % groups * BLOCK_HEADS
-    first = gl.program_id(0) // (2 * groups)
-    step = gl.num_programs(0) // (2 * groups)
+    first = gl.program_id(0) // (2 * groups) * W + _warp()
+    step = gl.num_programs(0) // (2 * groups) * W
     x_ptr = k_ptr if of_k else v_ptr
     codes_ptr = k_codes_ptr if of_k else v_codes_ptr
     scale_ptr = k_scale_ptr if of_k else v_scale_ptr
@@ -309,40 +348,61 @@ def _append_rests_hopper_kernel(
     column = gl.arange(0, HEAD_DIM // 2, gl.SliceLayout(0, of_pairs))[None, :]
     from_head = (head0 + read_row % BLOCK_HEADS).to(gl.int64) * stride_xh.to(gl.int64) * 4
     x_ptr = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + from_head[:, None] + column
-    code_row = head0 + gl.arange(0, R, gl.SliceLayout(1, of_codes)) % BLOCK_HEADS
-    column = gl.arange(0, HEAD_DIM // 4, gl.SliceLayout(0, of_codes))[None, :]
-    codes_ptr = codes_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (
-        code_row * (HEAD_DIM // 4))[:, None] + column
+    lane = gl.arange(0, L, gl.SliceLayout(0, lanes))[None, :]
+    codes_ptr = codes_ptr + (head * HEAD_DIM)[:, None] + lane * 16
     if PDL:
         _wait_for_earlier_kernels()
-    position = _positions(first, slot_mapping_ptr, n_tokens, n_positions, row, BLOCK_HEADS)
+    mapped = _mapped(first, slot_mapping_ptr, n_tokens, row, BLOCK_HEADS)
+    after = _mapped(first + step, slot_mapping_ptr, n_tokens, row, BLOCK_HEADS)
     x = _numbers(first, x_ptr, stride_xt, n_tokens, read_row, BLOCK_HEADS)
-    after = _positions(first + step, slot_mapping_ptr, n_tokens, n_positions, row, BLOCK_HEADS)
     tau = gl.load(tau_ptr + head)
     most = gl.where(tau < 0, -1.0, tau * tau)
+    if STATIC:  # of one head
+        once: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [W, 1], [1, 0])
+        channel = 16 * gl.arange(0, L, gl.SliceLayout(1, once))[:, None]
+        channel += gl.arange(0, 16, gl.SliceLayout(0, once))[None, :]
+        scale = gl.load(scale_ptr + head0 * HEAD_DIM + channel)
+        usable = scale >= 1.1754943508222875e-38  # 2^-126, as ``append_codes.inverse_of``
+        inverse = gl.where(usable, gl.div_rn(1.0, gl.where(usable, scale, 1.0)), 0.0)
+        # Lanes of a row read 16 bytes of each 64 at once, from all banks.
+        in_turn: gl.constexpr = gl.SwizzledSharedLayout(4, 2, 4, [1, 0])
+        scales_s = gl.allocate_shared_memory(gl.float32, [L, 16], in_turn, scale)
+        inverses_s = gl.allocate_shared_memory(gl.float32, [L, 16], in_turn, inverse)
+        _barrier()
+        of_row: gl.constexpr = gl.BlockedLayout([1, 1, 16], [32 // L, L, 1], [W, 1, 1], [2, 1, 0])
+        channels: gl.constexpr = gl.SliceLayout(0, of_row)
+    position = _position(mapped, n_positions)
     place = place_of(position, head, N_HEADS, BLOCK_SIZE)
     slot = gl.load(slots_ptr + place, mask=position >= 0, other=_NO_SLOT)
     for tile in range(first, n_tiles, step):
-        pairs = _pairs_of_lane(x, lanes)
+        pairs = _of_lane(gl.reshape(x, [R, L, 8]), lanes, 8)
         at, kept, here, held = position, position >= 0, place, slot.to(gl.int32)
         if tile + step < n_tiles:
-            position = after
             x = _numbers(tile + step, x_ptr, stride_xt, n_tokens, read_row, BLOCK_HEADS)
+            position = _position(after, n_positions)
             place = place_of(position, head, N_HEADS, BLOCK_SIZE)
             slot = gl.load(slots_ptr + place, mask=position >= 0, other=_NO_SLOT)
-            after = _positions(
-                tile + 2 * step, slot_mapping_ptr, n_tokens, n_positions, row, BLOCK_HEADS)
+            after = _mapped(tile + 2 * step, slot_mapping_ptr, n_tokens, row, BLOCK_HEADS)
 
-        scale, inverse = _scale_of(pairs, DTYPE)
-        inverse = gl.expand_dims(inverse, 1) + gl.full([R, L], 0.0, gl.float32, lanes)
+        if STATIC:
+            scales = _of_lane(gl.expand_dims(scales_s.load(channels), 0), lanes, 16)
+            inverses = _of_lane(gl.expand_dims(inverses_s.load(channels), 0), lanes, 16)
+        else:
+            scale, inverse = _scale_of(pairs, DTYPE)
+            inverses = _sixteen(
+                gl.expand_dims(inverse, 1) + gl.full([R, L], 0.0, gl.float32, lanes))
         lost_low = gl.full([R, L], 0.0, gl.float32, lanes)
         lost_high, whole_low, whole_high = lost_low, lost_low, lost_low
-        moved = gl.tuple([])
+        moved, rests = gl.tuple([]), gl.tuple([])
         for i in gl.static_range(8):
-            low, high = _pair(pairs[i], DTYPE)
-            low, high = low * inverse, high * inverse
-            moved_low, moved_high = low + _ROUNDER, high + _ROUNDER
+            x_low, x_high = _pair(pairs[i], DTYPE)
+            low, moved_low = _rounded(x_low, inverses[2 * i], STATIC)
+            high, moved_high = _rounded(x_high, inverses[2 * i + 1], STATIC)
             rest_low, rest_high = low - (moved_low - _ROUNDER), high - (moved_high - _ROUNDER)
+            rests = rests + gl.tuple([rest_low, rest_high])
+            if STATIC:
+                rest_low, rest_high = rest_low * scales[2 * i], rest_high * scales[2 * i + 1]
+                low, high = x_low, x_high
             lost_low = gl.fma(rest_low, rest_low, lost_low)
             lost_high = gl.fma(rest_high, rest_high, lost_high)
             whole_low = gl.fma(low, low, whole_low)
@@ -354,12 +414,8 @@ def _append_rests_hopper_kernel(
             word = _low_bytes(
                 moved[4 * i], moved[4 * i + 1], moved[4 * i + 2], moved[4 * i + 3])
             words = words + gl.tuple([word])
-        codes = _side_by_side(words[0], words[1], words[2], words[3])
-        codes = gl.convert_layout(codes, of_codes, assert_trivial=True)
-        to = gl.convert_layout(at, gl.SliceLayout(1, of_codes), assert_trivial=True)
-        to = to.to(gl.int64) * (N_HEADS * HEAD_DIM // 4)
-        mask = gl.convert_layout(kept, gl.SliceLayout(1, of_codes), assert_trivial=True)
-        gl.store(codes_ptr + to[:, None], codes, mask=mask[:, None])
+        to = codes_ptr + (at.to(gl.int64) * (N_HEADS * HEAD_DIM))[:, None]
+        _put_16_bytes(to, words[0], words[1], words[2], words[3], kept[:, None])
 
         lost = gl.reduce(lost_low + lost_high, 1, _add)
         whole = gl.reduce(whole_low + whole_high, 1, _add)
@@ -371,22 +427,23 @@ def _append_rests_hopper_kernel(
         holds = outlier | (held != _NO_SLOT)
         if gl.reduce(holds.to(gl.int32), 0, _or) != 0:
             held = _store_rests(
-                pairs, inverse, outlier & (held == _NO_SLOT), held, kept, head, here, slots_ptr,
+                rests, outlier & (held == _NO_SLOT), held, kept, head, here, slots_ptr,
                 k_residual_ptr if of_k else v_residual_ptr,
                 k_residual_scale_ptr if of_k else v_residual_scale_ptr,
                 k_free_slots_ptr if of_k else v_free_slots_ptr,
                 k_free_count_ptr if of_k else v_free_count_ptr,
-                k_dropped_ptr if of_k else v_dropped_ptr, n_slots, DTYPE, RESIDUAL_BLOCK,
+                k_dropped_ptr if of_k else v_dropped_ptr, n_slots, STATIC, RESIDUAL_BLOCK,
                 MANTISSA, LARGEST_CODE)
-        gl.store(scale_ptr + here, gl.where(held != _NO_SLOT, -scale, scale), mask=kept)
+        if not STATIC:
+            _put(scale_ptr + here, gl.where(held != _NO_SLOT, -scale, scale), kept, "b32")
 
 
 # fmt: on
 
 
-def rows_of(head_dim: int, num_warps: int) -> int:
-    """Rows of a tile: a lane has a part of one."""
-    return 32 * num_warps * CHANNELS // head_dim
+def rows_of(head_dim: int) -> int:
+    """Rows of a warp's tile: a lane has a part of one."""
+    return 32 * CHANNELS // head_dim
 
 
 def has_body(dev: Device) -> bool:
@@ -399,8 +456,8 @@ def why_unfit(problem: Problem, dev: Device) -> str | None:
         return f"variant hopper needs an sm90 device, got {dev.arch}"
     if not device.is_there(gl):
         return "variant hopper needs a triton that has Gluon (3.6 or newer), got none"
-    if problem["static"] or not problem["residual_block"]:
-        return "variant hopper is for residuals and scales of tokens"
+    if not problem["residual_block"]:
+        return "variant hopper is for caches with residuals"
     if problem["dtype"] not in (torch.bfloat16, torch.float16):
         return f"variant hopper needs bfloat16 or float16, got {problem['dtype']}"
     if problem["head_dim"] not in (64, 128, 256):
@@ -422,7 +479,8 @@ def bind(
     """
     groups = 2 * constants["N_HEADS"] // config["BLOCK_HEADS"]  # of heads of K and of V
     n_tiles = device.cdiv(counts[0], config["BLOCK_T"])
-    of_a_group = min(n_tiles, max(1, max_programs // groups))
+    of_all = device.cdiv(n_tiles, config["num_warps"])
+    of_a_group = min(of_all, max(1, max_programs // groups))
     # Each step as the reference rounds it: a rest that is not exact has other 4-bit codes.
     launch = device.bind(
         _append_rests_hopper_kernel,
@@ -440,7 +498,7 @@ def bind(
 
 def can_address(k: torch.Tensor, v: torch.Tensor, n_positions: int) -> bool:
     """Whether strides come in pieces of 16 bytes, and they, places and tokens fit 32 bits."""
-    # A program looks two tiles past the last, which has at most as many tokens and 2^8 more.
+    # A warp looks two tiles past its last, which has at most as many tokens and 2^8 more.
     tokens = 3 * (k.shape[0] + (1 << 8))
     counted = (*k.stride()[:2], *v.stride()[:2], n_positions * k.shape[1], tokens)
     return is_aligned(k, v) and max(counted) < 1 << 31
@@ -449,20 +507,15 @@ def can_address(k: torch.Tensor, v: torch.Tensor, n_positions: int) -> bool:
 def default_config(problem: Problem, dev: Device) -> Config:
     """As an H200 liked it."""
     dim, cores = problem["head_dim"], dev.num_cores
-    rows = 2 * problem["n_tokens"] * problem["num_kv_heads"]
-    warps = 1 if rows // rows_of(dim, 1) <= 2 * cores else 2
-    heads, most = 1, min(4 * warps, rows_of(dim, warps))
+    tiles = 2 * problem["n_tokens"] * problem["num_kv_heads"] // rows_of(dim)
     per_core = 8
-    if rows // rows_of(dim, warps) > 8 * cores:  # several tiles a program
-        # 64 registers do not quite do for heads of 64.
-        per_core, most = (12 if dim == 64 else 16), 1
-    while heads < most and problem["num_kv_heads"] % (2 * heads) == 0:
-        heads *= 2
+    if tiles > 16 * cores:  # several a warp; 64 registers do not quite do for heads of 64
+        per_core = 12 if dim == 64 else 16
     return {
-        "BLOCK_T": rows_of(dim, warps) // heads,
+        "BLOCK_T": rows_of(dim),
         "variant": "hopper",
-        "BLOCK_HEADS": heads,
-        "num_warps": warps,
+        "BLOCK_HEADS": 1,
+        "num_warps": 2,
         "programs_per_core": per_core,
         "PDL": True,
         **FIXED,
@@ -479,12 +532,12 @@ def why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
         return why
     if wrong := [f"{n} {v}" for n, v in FIXED.items() if config.get(n, v) != v]:
         return f"variant hopper has {', '.join(wrong)}"
-    if config["num_warps"] > 4:
-        return f"variant hopper has num_warps of 1, 2 or 4, got {config['num_warps']}"
-    rows = rows_of(problem["head_dim"], config["num_warps"])
+    rows = rows_of(problem["head_dim"])
     if config["BLOCK_T"] * config["BLOCK_HEADS"] != rows:
         got = f"{config['BLOCK_T']} * {config['BLOCK_HEADS']}"
         return f"variant hopper has BLOCK_T * BLOCK_HEADS of {rows}, got {got}"
+    if problem["static"] and config["BLOCK_HEADS"] > 1:
+        return f"variant hopper has BLOCK_HEADS 1 with static scales, got {config['BLOCK_HEADS']}"
     most = 32 // config["num_warps"]  # of 64 registers a thread
     if config["programs_per_core"] > most:
         got = config["programs_per_core"]

@@ -11,8 +11,8 @@ caches one by one; ``tkernels.append_quantized_kv``, in tkernels/quantized.py, t
 
 A program stays with K or with V. Without residuals it takes the same tokens of several heads
 (``tkernels/append_codes.py``), with them those of one head (``tkernels/append_rests.py``); Hopper
-has a body of its own for numbers of 16 bits with scales of tokens and residuals (``variant``
-"hopper", ``tkernels/append_rests_hopper.py``). Pool slots come from the head's stack by atomic
+has a body of its own for numbers of 16 bits with residuals (``variant`` "hopper",
+``tkernels/append_rests_hopper.py``). Pool slots come from the head's stack by atomic
 subtraction: which slot a token gets depends on which program is first, and so does which token goes
 without where the stack runs empty. What is read back does not, as long as it does not run empty.
 """
@@ -333,20 +333,21 @@ def _plan(*given: Any, config: Config | None) -> _Plan | None:
         "BLOCK_SIZE": block_size,
         "N_HEADS": n_heads,
         "HEAD_DIM": head_dim,
+        "STATIC": static,
         "RESIDUAL_BLOCK": residual_block,
         "MANTISSA": mantissa_bits,
         "LARGEST_CODE": LARGEST[FORMATS[mantissa_bits]],
     }
     counts = n_tokens, n_positions, tensors[7].shape[-1]
     if cfg.pop("variant", "portable") == "portable":
-        return _bind_portable(k, v, static, cfg, max_programs, constants, counts)
+        return _bind_portable(k, v, cfg, max_programs, constants, counts)
 
     @functools.cache
     def portable() -> _Plan:
         problem = dict(zip(SPEC.problem_fields, values, strict=True))
         other, most = resolve(SPEC, values, _portable_config(problem, current()))
         del other["variant"]
-        return _bind_portable(k, v, static, other, most, constants, counts)
+        return _bind_portable(k, v, other, most, constants, counts)
 
     if not append_rests_hopper.can_address(k, v, n_positions):
         return portable()
@@ -360,7 +361,6 @@ _Plan = tuple[Callable[..., None], tuple[int, ...]]  # a launch, and numbers beh
 def _bind_portable(
     k: torch.Tensor,
     v: torch.Tensor,
-    static: bool,
     config: Config,
     max_programs: int,
     constants: dict[str, Any],
@@ -380,7 +380,6 @@ def _bind_portable(
         _append_quantized_kv_kernel,
         (groups * of_a_group,),
         **constants,
-        STATIC=static,
         ORDERED=ordered,
         CLAMPED=not current().registers,
         ONE_TILE=of_a_group == n_tiles,
