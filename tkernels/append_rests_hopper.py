@@ -508,13 +508,16 @@ def default_config(problem: Problem, dev: Device) -> Config:
     """As an H200 liked it."""
     dim, cores = problem["head_dim"], dev.num_cores
     tiles = 2 * problem["n_tokens"] * problem["num_kv_heads"] // rows_of(dim)
-    per_core = 8
+    per_core, heads = 8, 1
     if tiles > 16 * cores:  # several a warp; 64 registers do not quite do for heads of 64
         per_core = 12 if dim == 64 else 16
+    elif not problem["static"]:
+        while heads < min(4, rows_of(dim)) and problem["num_kv_heads"] % (2 * heads) == 0:
+            heads *= 2
     return {
-        "BLOCK_T": rows_of(dim),
+        "BLOCK_T": rows_of(dim) // heads,
         "variant": "hopper",
-        "BLOCK_HEADS": 1,
+        "BLOCK_HEADS": heads,
         "num_warps": 2,
         "programs_per_core": per_core,
         "PDL": True,
