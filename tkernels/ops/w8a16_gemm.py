@@ -11,7 +11,8 @@ of FP8. An e4m3 number is the same bits, three places up, in an fp16 number of 2
 
 A step of the loop over K has columns of one group. Few tiles do not fill a chip: then SPLIT_K
 programs share the K of a tile, each leaves its sum (fp32) in a workspace, and a second kernel adds
-these in order.
+these in order. ``variant`` "core", for few rows on Hopper, is ``integer_weights_few``, as
+``w8a16_gemm_hopper`` has it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tkernels import device
+from tkernels import device, integer_weights_few, w8a16_gemm_hopper
 from tkernels.check import (
     check_dtype,
     check_last_contiguous,
@@ -216,7 +217,56 @@ def _plan(
         "FP8": weight.dtype == torch.float8_e4m3fn,
         "HAS_BIAS": has_bias,
     }
-    return _bind_portable((m, n, k), facts, strides, cfg, max_programs)
+    if cfg["variant"] == "portable":
+        return _bind_portable((m, n, k), facts, strides, cfg, max_programs)
+    problem = dict(zip(SPEC.problem_fields, values, strict=True))
+    other = _portable_config(problem, device.current())
+    del other["programs_per_core"]
+    every = device.current().max_programs  # the limit that is given is the other body's
+    portable = _bind_portable((m, n, k), facts, strides, other, every)
+    if not w8a16_gemm_hopper.fits((strides[0] if m > 1 else 0, *strides[1:])):
+        return portable
+    chosen = _bind_hopper((m, n, k), facts, strides, cfg, max_programs)
+    addressable = not device.current().compile_only
+
+    def by_address(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> None:
+        # Codes and x are copied 16 bytes at a time.
+        odd = addressable and (weight.data_ptr() % 16 or x.data_ptr() % 16)
+        (portable if odd else chosen)(x, weight, *others)
+
+    return by_address
+
+
+def _bind_hopper(
+    sizes: tuple[int, int, int],
+    facts: dict[str, Any],
+    strides: tuple[int, ...],
+    config: Config,
+    max_programs: int,
+) -> _Run:
+    """What runs ``w8a16_gemm_hopper``'s bodies, given all tensors of a call like this one."""
+    m, n, _ = sizes
+    cfg = integer_weights_few.with_slices(config)
+    splits, has_bias = cfg["SPLIT_K"], facts["HAS_BIAS"]
+    theirs = {"GROUP": facts["GROUP"], "HAS_ZERO": False, "HAS_BIAS": has_bias}
+    x_w_s_z_o = (*strides[:3], 0, strides[3])
+    multiply = w8a16_gemm_hopper.core_bound(
+        sizes, theirs, x_w_s_z_o, cfg, max_programs, fp8=facts["FP8"]
+    )
+    add = integer_weights_few.bound_adding(m, n, has_bias, strides[3], cfg)
+
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, bias: Any
+    ) -> None:
+        part = out
+        if add is not None:
+            part = torch.empty(splits * m * n, dtype=torch.float32, device=out.device)
+        bias = scale if bias is None else bias  # not read
+        multiply(x, weight.view(torch.int8), scale, scale, bias, out, part)
+        if add is not None:
+            add(bias, out, part)
+
+    return run
 
 
 def _bind_portable(
@@ -338,25 +388,34 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     }
     if not dev.registers:  # a matrix unit and vector units: no threads
         return {**space, "programs_per_core": [1]}
+    hopper = dev.arch == "sm90"
+    if hopper:
+        space |= {
+            "BLOCK_M": [8, *space["BLOCK_M"]],
+            "programs_per_core": [0, 1, 2, 3, 4, 6, 8, 16, 32],
+            "variant": ["portable", "core"],
+        }
     return {
         **space,
         "PDL": [False, True] if _has_pdl(dev) else [False],
-        "num_warps": [1, 2, 4, 8],
+        "num_warps": [1, 2, 4, 8, *([16] if hopper else [])],
         "num_stages": [1, 2, 3, 4, 5, 6, 7, 8],
     }
 
 
 def _default_config(problem: Problem, dev: Device) -> Config:
-    return _portable_config(problem, dev)
+    """Those of the Hopper bodies, where they can."""
+    chosen = w8a16_gemm_hopper.default_config(problem, dev)
+    return _portable_config(problem, dev) if chosen is None else chosen
 
 
 def _portable_config(problem: Problem, dev: Device) -> Config:
     p = problem
     rows = max(16, next_power_of_2(p["m"]))
     config: Config = {
-        "BLOCK_M": min(128 if dev.registers else 32, rows),
+        "BLOCK_M": min(64 if dev.registers else 32, rows),
         "BLOCK_N": 64,
-        "BLOCK_K": 128,
+        "BLOCK_K": 64 if p["k"] % 16 and dev.registers else 128,  # bytes one by one
         "SPLIT_K": 1,
         "variant": "portable",
         "programs_per_core": 1,
@@ -383,14 +442,22 @@ def _shared_bytes(config: Config, problem: Problem) -> int:
 
 
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
-    for name, least in (("BLOCK_M", 16), ("BLOCK_N", 16), ("BLOCK_K", 32)):
+    variant = config["variant"]
+    for name, least in (
+        ("BLOCK_M", 8 if variant == "core" else 16),
+        ("BLOCK_N", 16),
+        ("BLOCK_K", 32),
+    ):
         if config[name] < least or config[name] & (config[name] - 1):
             return f"{name} must be a power of two from {least} on, got {config[name]}"
     if not 1 <= config["SPLIT_K"] <= 64:
         return f"SPLIT_K must be 1 to 64, got {config['SPLIT_K']}"
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    if config["variant"] != "portable":
-        return f"variant must be portable, got {config['variant']!r}"
+    if variant == "core":
+        unfit = w8a16_gemm_hopper.why_unfit(variant, problem, dev)
+        return unfit or w8a16_gemm_hopper.why_illegal(config, problem, dev)
+    if variant != "portable":
+        return f"variant must be portable or core, got {variant!r}"
     if not dev.registers:
         # Huawei's compiler is the judge; as in w4a16_gemm, whose tiles these are.
         if m * n > 32 * 64 or n * k > 64 * 128:
