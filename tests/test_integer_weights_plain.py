@@ -25,6 +25,7 @@ from tkernels.device import bind
 from tkernels.masked_gemm_cases import gemm_inputs, gemm_problem
 from tkernels.ops import masked_gemm as masked
 from tkernels.ops import w4a16_gemm as op
+from tkernels.ops import w8a16_gemm
 from tkernels.registry import Config
 from tkernels.w4a16_cases import w4_inputs, w4_problem
 from tkernels.w8_format import numbers_of_codes
@@ -167,6 +168,50 @@ def test_eight_bits_as_plain_python(
         bound(x, weight, scale, out, None, None, None, inputs.get("bias"), None, None)
 
     as_plain_python(run, tkernels.reference.masked_gemm(**inputs), monkeypatch)
+
+
+@pytest.mark.skipif(not device.INTERPRETED, reason="x is turned by Triton's interpreter")
+@pytest.mark.parametrize(
+    ("sizes", "group", "codes", "changed", "dtype", "bias"),
+    [
+        ((5, 200, 384), 128, FP8, {"BLOCK_M": 8, "programs": 1}, BF16, True),
+        ((33, 129, 768), 256, torch.int8, {"programs": 3, "SPLIT_K": 3}, FP16, True),
+        ((70, 400, 512), 128, FP8, {"num_warps": 12, "num_stages": 3}, FP16, False),
+        ((17, 65, 400), 400, FP8, {"BLOCK_M": 16, "SPLIT_K": 2, "PDL": False}, FP16, False),
+    ],
+)
+def test_groups_of_eight_bits_as_plain_python(
+    sizes: tuple[int, int, int],
+    group: int,
+    codes: torch.dtype,
+    changed: Config,
+    dtype: torch.dtype,
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step's sum is scaled."""
+    m, n, k = sizes
+    config = {
+        **integer_weights_many.FIXED, "BLOCK_M": 32, "SPLIT_K": 1, "PDL": True, "num_warps": 8,
+        "num_stages": 2, **changed,
+    }  # fmt: skip
+    programs = config.pop("programs", 132)
+    generator = torch.Generator().manual_seed(1)
+    x = beside_others(torch.randint(-2, 3, (m, k), generator=generator).to(dtype))
+    values = torch.randint(-3, 4, (n, k), generator=generator).float().to(codes)
+    weight = beside_others(values.view(torch.int8)).view(codes)
+    powers = torch.randint(-3, 1, (n, k // group), generator=generator)
+    scale = beside_others(torch.exp2(powers.float()))
+    offset = torch.randint(-9, 10, (n,), generator=generator).to(dtype) if bias else None
+    facts = {"GROUP": 0 if group == k else group, "FP8": codes == FP8, "HAS_BIAS": bias}
+
+    def run(out: torch.Tensor) -> None:
+        strides = tuple(t.stride(0) for t in (x, weight, scale, out))
+        bound = w8a16_gemm._bind_hopper(sizes, facts, strides, config, programs)
+        bound(x, weight, scale, out, offset)
+
+    expected = tkernels.reference.w8a16_gemm(x, weight, scale, bias=offset)
+    as_plain_python(run, expected, monkeypatch)
 
 
 def beside_others(t: torch.Tensor) -> torch.Tensor:

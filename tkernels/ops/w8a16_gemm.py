@@ -11,8 +11,8 @@ of FP8. An e4m3 number is the same bits, three places up, in an fp16 number of 2
 
 A step of the loop over K has columns of one group. Few tiles do not fill a chip: then SPLIT_K
 programs share the K of a tile, each leaves its sum (fp32) in a workspace, and a second kernel adds
-these in order. ``variant`` "core", for few rows on Hopper, is ``integer_weights_few``, as
-``w8a16_gemm_hopper`` has it.
+these in order. ``variant`` "core", for few rows on Hopper, and "wide", for more, are
+``integer_weights_few`` and ``integer_weights_many``, as ``w8a16_gemm_hopper`` has them.
 """
 
 from __future__ import annotations
@@ -224,14 +224,15 @@ def _plan(
     del other["programs_per_core"]
     every = device.current().max_programs  # the limit that is given is the other body's
     portable = _bind_portable((m, n, k), facts, strides, other, every)
-    if not w8a16_gemm_hopper.fits((strides[0] if m > 1 else 0, *strides[1:])):
+    if not w8a16_gemm_hopper.fits(cfg["variant"], (strides[0] if m > 1 else 0, *strides[1:])):
         return portable
     chosen = _bind_hopper((m, n, k), facts, strides, cfg, max_programs)
     addressable = not device.current().compile_only
+    core = cfg["variant"] == "core"
 
     def by_address(x: torch.Tensor, weight: torch.Tensor, *others: Any) -> None:
-        # Codes and x are copied 16 bytes at a time.
-        odd = addressable and (weight.data_ptr() % 16 or x.data_ptr() % 16)
+        # Codes, and x by "core", are copied 16 bytes at a time.
+        odd = addressable and (weight.data_ptr() % 16 or (core and x.data_ptr() % 16))
         (portable if odd else chosen)(x, weight, *others)
 
     return by_address
@@ -246,13 +247,12 @@ def _bind_hopper(
 ) -> _Run:
     """What runs ``w8a16_gemm_hopper``'s bodies, given all tensors of a call like this one."""
     m, n, _ = sizes
-    cfg = integer_weights_few.with_slices(config)
+    cfg = integer_weights_few.with_slices(config) if config["variant"] == "core" else config
     splits, has_bias = cfg["SPLIT_K"], facts["HAS_BIAS"]
     theirs = {"GROUP": facts["GROUP"], "HAS_ZERO": False, "HAS_BIAS": has_bias}
     x_w_s_z_o = (*strides[:3], 0, strides[3])
-    multiply = w8a16_gemm_hopper.core_bound(
-        sizes, theirs, x_w_s_z_o, cfg, max_programs, fp8=facts["FP8"]
-    )
+    bound = w8a16_gemm_hopper.bound[config["variant"]]
+    multiply = bound(sizes, theirs, x_w_s_z_o, cfg, max_programs, fp8=facts["FP8"])
     add = integer_weights_few.bound_adding(m, n, has_bias, strides[3], cfg)
 
     def run(
@@ -391,14 +391,14 @@ def _space(dev: Device) -> dict[str, list[Any]]:
     hopper = dev.arch == "sm90"
     if hopper:
         space |= {
-            "BLOCK_M": [8, *space["BLOCK_M"]],
+            "BLOCK_M": [8, *space["BLOCK_M"], 256],
             "programs_per_core": [0, 1, 2, 3, 4, 6, 8, 16, 32],
-            "variant": ["portable", "core"],
+            "variant": ["portable", "core", "wide"],
         }
     return {
         **space,
         "PDL": [False, True] if _has_pdl(dev) else [False],
-        "num_warps": [1, 2, 4, 8, *([16] if hopper else [])],
+        "num_warps": [1, 2, 4, 8, *([12, 16] if hopper else [])],
         "num_stages": [1, 2, 3, 4, 5, 6, 7, 8],
     }
 
@@ -444,7 +444,7 @@ def _shared_bytes(config: Config, problem: Problem) -> int:
 def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     variant = config["variant"]
     for name, least in (
-        ("BLOCK_M", 8 if variant == "core" else 16),
+        ("BLOCK_M", 16 if variant == "portable" else 8),
         ("BLOCK_N", 16),
         ("BLOCK_K", 32),
     ):
@@ -453,11 +453,11 @@ def _why_illegal(config: Config, problem: Problem, dev: Device) -> str | None:
     if not 1 <= config["SPLIT_K"] <= 64:
         return f"SPLIT_K must be 1 to 64, got {config['SPLIT_K']}"
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    if variant == "core":
+    if variant in ("core", "wide"):
         unfit = w8a16_gemm_hopper.why_unfit(variant, problem, dev)
         return unfit or w8a16_gemm_hopper.why_illegal(config, problem, dev)
     if variant != "portable":
-        return f"variant must be portable or core, got {variant!r}"
+        return f"variant must be portable, core or wide, got {variant!r}"
     if not dev.registers:
         # Huawei's compiler is the judge; as in w4a16_gemm, whose tiles these are.
         if m * n > 32 * 64 or n * k > 64 * 128:
