@@ -33,7 +33,7 @@ def amid_others(inputs: Mapping[str, torch.Tensor], out: torch.Tensor) -> dict[s
     for name, t in inputs.items():
         if name not in _BESIDE or t.dim() != 2:
             continue
-        beside = _BESIDE[name] if t.dtype != torch.int8 else 99
+        beside = {torch.int8: 99, torch.float8_e4m3fn: 448.0}.get(t.dtype, _BESIDE[name])
         shape = (len(t) + 3, t.shape[1] + 40)
         amid[name] = torch.full(shape, beside, dtype=t.dtype, device=t.device)[
             : len(t), : t.shape[1]

@@ -179,6 +179,7 @@ ACCEPTED: dict[str, dict[str, set[tuple[Callable[[torch.Tensor], Any], str]]]] =
     "rms_norm": {"x": _ANY_ROW_COUNT},
     "silu_and_mul": {"x": _ANY_ROW_COUNT},
     "w4a16_gemm": {"x": {(_shorter, _ANY_ROWS_OF_X), (_longer, _ANY_ROWS_OF_X)}, "bias": _OPTIONAL},
+    "w8a16_gemm": {"x": {(_shorter, _ANY_ROWS_OF_X), (_longer, _ANY_ROWS_OF_X)}, "bias": _OPTIONAL},
     "skinny_linear": dict.fromkeys(("bias", "norm_weight", "residual"), _OPTIONAL),
     "silu_and_mul_quantized": {"x": {(way, _SIZES) for way in (_shorter, _longer)}},
     "watch_activations": {
@@ -424,7 +425,8 @@ def test_eps_must_be_positive(spec: KernelSpec, eps: Any, dev: torch.device) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["masked_gemm", "moe_gemm", "moe_w4a16_gemm", "skinny_linear", "w4a16_gemm"]
+    "name",
+    ["masked_gemm", "moe_gemm", "moe_w4a16_gemm", "skinny_linear", "w4a16_gemm", "w8a16_gemm"],
 )
 def test_products_write_to_a_tensor_of_their_own(name: str, dev: torch.device) -> None:
     """Programs with other outputs still read x."""
@@ -441,6 +443,7 @@ def test_products_write_to_a_tensor_of_their_own(name: str, dev: torch.device) -
         "moe_w4a16_gemm": (x, words[None], scales[None], offsets, ids),
         "skinny_linear": (x, weight),
         "w4a16_gemm": (x, words, scales),
+        "w8a16_gemm": (x, codes, scales),
     }
     with pytest.raises(ValueError, match=rf"{name}: out must be a tensor of its own, .* got x"):
         getattr(tkernels, name)(*arguments[name], out=x)

@@ -25,10 +25,12 @@ from tkernels.device import bind
 from tkernels.masked_gemm_cases import gemm_inputs, gemm_problem
 from tkernels.ops import masked_gemm as masked
 from tkernels.ops import w4a16_gemm as op
+from tkernels.ops import w8a16_gemm
 from tkernels.registry import Config
 from tkernels.w4a16_cases import w4_inputs, w4_problem
+from tkernels.w8_format import numbers_of_codes
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 
 def _codes(halves: torch.Tensor) -> list[torch.Tensor]:
@@ -38,6 +40,7 @@ def _codes(halves: torch.Tensor) -> list[torch.Tensor]:
 def _stand_ins(dtype: torch.dtype) -> dict[str, Any]:
     """What ``integer_decoding`` promises, in the numbers that sums expect."""
     parts = 64.0 if dtype == BF16 else 1.0
+    parts_of_fp8 = 64.0 if dtype == BF16 else 256.0
 
     def numbers(halves: Any, zero: Any, has_zero: bool) -> tuple[Any, ...]:
         less = zero.double() if has_zero else -8.0 / parts
@@ -58,6 +61,12 @@ def _stand_ins(dtype: torch.dtype) -> dict[str, Any]:
         "_numbers_of_bytes": lambda halves, _: tuple(
             (block(byte.double()) / parts).to(dtype)
             for byte in ((halves.int() & 255 ^ 128) - 128, halves.int() >> 8)
+        ),
+        "_numbers_of_fp8": lambda halves, _: tuple(
+            (block(numbers_of_codes(byte.to(torch.uint8).view(FP8)).double()) / parts_of_fp8).to(
+                dtype
+            )
+            for byte in (halves.int() & 255, halves.int() >> 8 & 255)
         ),
         "UNIT": 65536.0,
     }
@@ -161,6 +170,50 @@ def test_eight_bits_as_plain_python(
     as_plain_python(run, tkernels.reference.masked_gemm(**inputs), monkeypatch)
 
 
+@pytest.mark.skipif(not device.INTERPRETED, reason="x is turned by Triton's interpreter")
+@pytest.mark.parametrize(
+    ("sizes", "group", "codes", "changed", "dtype", "bias"),
+    [
+        ((5, 200, 384), 128, FP8, {"BLOCK_M": 8, "programs": 1}, BF16, True),
+        ((33, 129, 768), 256, torch.int8, {"programs": 3, "SPLIT_K": 3}, FP16, True),
+        ((70, 400, 512), 128, FP8, {"num_warps": 12, "num_stages": 3}, FP16, False),
+        ((17, 65, 400), 400, FP8, {"BLOCK_M": 16, "SPLIT_K": 2, "PDL": False}, FP16, False),
+    ],
+)
+def test_groups_of_eight_bits_as_plain_python(
+    sizes: tuple[int, int, int],
+    group: int,
+    codes: torch.dtype,
+    changed: Config,
+    dtype: torch.dtype,
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step's sum is scaled."""
+    m, n, k = sizes
+    config = {
+        **integer_weights_many.FIXED, "BLOCK_M": 32, "SPLIT_K": 1, "PDL": True, "num_warps": 8,
+        "num_stages": 2, **changed,
+    }  # fmt: skip
+    programs = config.pop("programs", 132)
+    generator = torch.Generator().manual_seed(1)
+    x = beside_others(torch.randint(-2, 3, (m, k), generator=generator).to(dtype))
+    values = torch.randint(-3, 4, (n, k), generator=generator).float().to(codes)
+    weight = beside_others(values.view(torch.int8)).view(codes)
+    powers = torch.randint(-3, 1, (n, k // group), generator=generator)
+    scale = beside_others(torch.exp2(powers.float()))
+    offset = torch.randint(-9, 10, (n,), generator=generator).to(dtype) if bias else None
+    facts = {"GROUP": 0 if group == k else group, "FP8": codes == FP8, "HAS_BIAS": bias}
+
+    def run(out: torch.Tensor) -> None:
+        strides = tuple(t.stride(0) for t in (x, weight, scale, out))
+        bound = w8a16_gemm._bind_hopper(sizes, facts, strides, config, programs)
+        bound(x, weight, scale, out, offset)
+
+    expected = tkernels.reference.w8a16_gemm(x, weight, scale, bias=offset)
+    as_plain_python(run, expected, monkeypatch)
+
+
 def beside_others(t: torch.Tensor) -> torch.Tensor:
     """The same numbers as a view, with others beside them."""
     wide = torch.full((len(t), t.shape[1] + 16), 99, dtype=t.dtype)
@@ -209,6 +262,20 @@ def as_plain_python(
         (8, (13, 100, 1200), 0, {"SPLIT_K": 3, "programs": 6}, FP16, False, False),
         (8, (17, 33, 1552), 0, {"BLOCK_M": 16, "BLOCK_K": 128, "PDL": False}, BF16, False, True),
         (8, (1, 1, 16), 0, {"num_stages": 5}, FP16, False, True),
+        (8, (5, 70, 640), 128, {}, BF16, False, True),
+        (8, (13, 100, 1280), 256, {"SPLIT_K": 3, "programs": 6}, FP16, False, False),
+        (8, (17, 33, 1536), 64, {"BLOCK_M": 16, "BLOCK_K": 128}, BF16, False, True),
+        (8, (5, 70, 656), 0, {"fp8": True}, BF16, False, True),
+        (8, (13, 100, 1280), 128, {"fp8": True, "SPLIT_K": 2, "programs": 6}, FP16, False, False),
+        (
+            8,
+            (3, 200, 1024),
+            512,
+            {"fp8": True, "programs": 3, "SLICES": 8, "num_warps": 8},
+            BF16,
+            False,
+            False,
+        ),
         (16, (5, 70, 656), 0, {}, BF16, False, True),
         (16, (13, 100, 1200), 0, {"SPLIT_K": 3, "programs": 6}, FP16, False, False),
         (
@@ -239,7 +306,7 @@ def test_few_rows_as_plain_python(
         "variant": "core", "BLOCK_M": 8, "BLOCK_N": 16, "BLOCK_K": 64, "SPLIT_K": 1, "SLICES": 4,
         "programs_per_core": 1, "PDL": True, "num_warps": 4, "num_stages": 2, **changed,
     }  # fmt: skip
-    programs = config.pop("programs", 132)
+    programs, fp8 = config.pop("programs", 132), config.pop("fp8", False)
     generator = torch.Generator().manual_seed(1)
     x = beside_others(torch.randint(-2, 3, (m, k), generator=generator).to(dtype))
     offset = torch.randint(-9, 10, (n,), generator=generator).to(dtype) if bias else None
@@ -251,6 +318,14 @@ def test_few_rows_as_plain_python(
         powers = torch.randint(-3, 1, inputs["weight_scale"].shape, generator=generator)
         scale = beside_others(torch.exp2(powers.float()).to(dtype))
         expected = tkernels.reference.w4a16_gemm(x, weight, scale, weight_zero=zeros, bias=offset)
+    elif bits == 8 and (group or fp8):
+        values = torch.randint(-3, 4, (n, k), generator=generator)
+        codes = values.float().to(FP8).view(torch.int8) if fp8 else values.to(torch.int8)
+        weight = beside_others(codes)
+        powers = torch.randint(-3, 1, (n, k // (group or k)), generator=generator)
+        scale = beside_others(torch.exp2(powers.float()))
+        as_codes = weight.view(FP8) if fp8 else weight
+        expected = tkernels.reference.w8a16_gemm(x, as_codes, scale, bias=offset)
     elif bits == 8:
         weight = beside_others(torch.randint(-128, 128, (n, k), generator=generator).to(torch.int8))
         scale = torch.exp2(torch.randint(-9, 1, (n,), generator=generator).float())
@@ -265,9 +340,11 @@ def test_few_rows_as_plain_python(
         if hasattr(integer_weights_few, name):
             monkeypatch.setattr(integer_weights_few, name, value)
     out = torch.full((m, n + 3), 7.0, dtype=dtype)[:, :n]
-    of_scale = 1 if bits == 8 else scale.stride(0)
+    of_scale = 1 if scale.dim() == 1 else scale.stride(0)
     strides = (x.stride(0), weight.stride(0), of_scale, 0 if zeros is None else zeros.stride(0))
-    run = integer_weights_few.bound(bits, sizes, facts, (*strides, out.stride(0)), config, programs)
+    run = integer_weights_few.bound(
+        bits, sizes, facts, (*strides, out.stride(0)), config, programs, fp8
+    )
     add = integer_weights_few.bound_adding(m, n, bias, out.stride(0), config)
     splits = config["SPLIT_K"]
     part = torch.full((splits * m * n,), torch.nan) if splits > 1 else out

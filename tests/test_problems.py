@@ -141,6 +141,12 @@ SHAPES = {  # of each bench case; of all its kernels where several have one of t
     **{f"{m}x12288x4096-bf16": f"tokens={m},outputs=12288,inputs=4096" for m in (32, 64, 128)},
     **{f"{m}x12288x4096-bf16": f"tokens={m},outputs=12288,inputs=4096" for m in (256, 1024, 4096)},
     **{
+        f"{m}x{n}x{k}-{codes}-bf16": f"tokens={m},outputs={n},inputs={k}{more}"
+        for m in (1, 16, 64, 256, 4096)
+        for n, k in ((12288, 4096), (4096, 12288), (9728, 2560), (2560, 9728))
+        for codes, more in (("fp8", ""), ("int8", ",fp8=false"))
+    },
+    **{
         f"{prefix}{m}x{n}x{k}-bf16": f"tokens={m},outputs={n},inputs={k}{more}"
         for prefix, more in MORE.items()
         for m, n, k in SKINNY

@@ -35,10 +35,12 @@ from tkernels.ops.silu_and_mul import silu_and_mul
 from tkernels.ops.silu_and_mul_quantized import silu_and_mul_quantized
 from tkernels.ops.skinny_linear import skinny_linear
 from tkernels.ops.w4a16_gemm import w4a16_gemm
+from tkernels.ops.w8a16_gemm import w8a16_gemm
 from tkernels.ops.watch_activations import watch_activations
 from tkernels.quantized import append_quantized_kv, paged_attn_quantized
 from tkernels.rope_table import build_cos_sin_cache
 from tkernels.w4_format import repack_awq, repack_gptq, unpack_zero_points
+from tkernels.w8_format import expand_block_scales
 
 if device.INTERPRETED:  # whose bfloat16 is wrong
     from tkernels.interpreter import correct_bfloat16
@@ -55,6 +57,7 @@ __all__ = [
     "append_quantized_kv",
     "build_cos_sin_cache",
     "device",
+    "expand_block_scales",
     "flash_attn",
     "force_config",
     "fp4_dequant",
@@ -85,6 +88,7 @@ __all__ = [
     "skinny_linear",
     "unpack_zero_points",
     "w4a16_gemm",
+    "w8a16_gemm",
     "watch_activations",
 ]
 

@@ -10,7 +10,10 @@ In bf16 codes stay where no exponent is: eight bits there, two codes of them, ar
 (q - zero) / 64 of them, and a word needs one shift instead of three. Sums get 64 times that.
 
 Bytes go the same way, two of them to a product that has every second column: with the sign turned
-they are q + 128, eight bits, of which bf16 makes q / 64, and fp16, beside 1024, q.
+they are q + 128, eight bits, of which bf16 makes q / 64, and fp16, beside 1024, q. The bits of an
+FP8 number (e4m3) but for the sign, at the end of those of a wider exponent, are the same number
+times a power of two, also where it is below the normal ones: in fp16 2^-8, which sums are
+multiplied by, in bf16 2^-120, of which one multiplication makes 1 / 64.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ else:
     gl, gluon = few.gl, few.gluon
 
 PARTS_OF_ONE = gl.constexpr(64.0)  # in bf16: codes are counted in these
+PARTS_OF_FP8 = gl.constexpr(256.0)  # in fp16: FP8 codes are counted in as many parts of one
 UNIT = gl.constexpr(65536.0)  # weights of ``_scaled_steps`` are counted in these
 
 
@@ -99,6 +103,22 @@ def _bytes_in_fp16() -> str:
     return text + "}"
 
 
+def _fp8_in_16_bits(fp16: bool) -> str:
+    """PTX from two int16 of two e4m3 each to pairs of 16-bit numbers: low bytes, high bytes.
+
+    ``fp16``: times 2^-8; else bf16, times 1/64.
+    """
+    shift, mask = (1, "0x3f803f80") if fp16 else (4, "0x07f007f0")
+    text = "{.reg .b32 t, s, f; shl.b32 t, $2, 8; mov.b32 f, 0x78807880;"  # 2^114
+    for i, source in enumerate(("t", "$2")):
+        text += f"and.b32 s, {source}, 0x80008000; shr.u32 ${i}, {source}, {shift};"
+        text += f"lop3.b32 ${i}, ${i}, {mask}, s, 0xea;"  # $i & mask | s
+        if not fp16:
+            text += f"mul.rn.bf16x2 ${i}, ${i}, f;"
+    return text + "}"
+
+
+_FP8_IN_BF16, _FP8_IN_FP16 = (gl.constexpr(_fp8_in_16_bits(fp16)) for fp16 in (False, True))
 _BF16_BYTES, _FP16_BYTES = gl.constexpr(_bytes_in_bf16()), gl.constexpr(_bytes_in_fp16())
 _BF16, _BF16_ZERO = gl.constexpr(_in_bf16(False)), gl.constexpr(_in_bf16(True))
 _FP16, _FP16_ZERO = gl.constexpr(_in_fp16(False)), gl.constexpr(_in_fp16(True))
@@ -177,6 +197,20 @@ def _numbers_of_bytes(halves, DTYPE: gl.constexpr):
     else:
         numbers = gl.inline_asm_elementwise(
             _BF16_BYTES, "=&r,=&r,r", [halves], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True,
+            pack=2)
+    return numbers
+
+
+@gluon.jit
+def _numbers_of_fp8(halves, DTYPE: gl.constexpr):
+    """The two e4m3 of int16, low and high, as DTYPE: 2^-8 of them in fp16, 1/64 in bf16."""
+    if gl.float16 == DTYPE:
+        numbers = gl.inline_asm_elementwise(
+            _FP8_IN_FP16, "=&r,=&r,r", [halves], dtype=(gl.float16, gl.float16), is_pure=True,
+            pack=2)
+    else:
+        numbers = gl.inline_asm_elementwise(
+            _FP8_IN_BF16, "=&r,=&r,r", [halves], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True,
             pack=2)
     return numbers
 

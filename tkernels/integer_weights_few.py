@@ -40,12 +40,14 @@ from tkernels import few_rows_hopper as few
 from tkernels.device import Device, bind, cdiv, next_power_of_2
 from tkernels.few_rows_hopper import _commit, _load_async, _pieces, _wait
 from tkernels.integer_decoding import (
+    PARTS_OF_FP8,
     PARTS_OF_ONE,
     _every_fourth,
     _every_second,
     _less,
     _numbers,
     _numbers_of_bytes,
+    _numbers_of_fp8,
 )
 from tkernels.masked_gemm_hopper import _as
 from tkernels.paged_attn_quantized_hopper import (
@@ -170,14 +172,17 @@ def _operands(x, EVERY: gl.constexpr, right: gl.constexpr):
 def _products(
     codes, less, xs, parts, EVERY: gl.constexpr, J: gl.constexpr, CHUNKS: gl.constexpr,
     P: gl.constexpr, GROUPS: gl.constexpr, TILE: gl.constexpr, T: gl.constexpr,
-    DTYPE: gl.constexpr, HAS_ZERO: gl.constexpr, left: gl.constexpr,
+    DTYPE: gl.constexpr, HAS_ZERO: gl.constexpr, left: gl.constexpr, FP8: gl.constexpr,
 ):
     """``parts`` of each tile, and the products with chunk J, which is of group P."""
     half = _pieces(codes[TILE], CHUNKS)[J]
     if EVERY == 1:
         done = gl.tuple([ampere.mma_v2(half.to(DTYPE, bitcast=True), xs[0], parts[TILE])])
     elif EVERY == 2:
-        w0, w1 = _numbers_of_bytes(half, DTYPE)
+        if FP8:
+            w0, w1 = _numbers_of_fp8(half, DTYPE)
+        else:
+            w0, w1 = _numbers_of_bytes(half, DTYPE)
         done = gl.tuple([ampere.mma_v2(w1, xs[1], ampere.mma_v2(w0, xs[0], parts[TILE]))])
     else:
         of_tile = gl.full([half.shape[0], half.shape[1]], 0.0, DTYPE, gl.SliceLayout(2, left))
@@ -189,7 +194,7 @@ def _products(
     if TILE + 1 < T:
         done = done + _products(
             codes, less, xs, parts, EVERY, J, CHUNKS, P, GROUPS, TILE + 1, T, DTYPE, HAS_ZERO,
-            left)
+            left, FP8)
     return done
 
 
@@ -311,7 +316,7 @@ def _sums_of_tiles(
     EVEN_K: gl.constexpr, EVEN_N: gl.constexpr, PDL: gl.constexpr,
     TOP_K: gl.constexpr,  # how many of ``ids_ptr`` a row of x serves; 0: rows are as they lie
     R: gl.constexpr, N: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr, SLICES: gl.constexpr,
-    W: gl.constexpr,
+    W: gl.constexpr, FP8: gl.constexpr = False,
 ):
     """fp32 [T, SLICES, N, R] in shared memory: what slices have of the products with T tiles.
 
@@ -465,7 +470,7 @@ def _sums_of_tiles(
                     xs = _operands(x[j], EVERY, right)
                     parts = _products(
                         codes, less, xs, parts, EVERY, j, CHUNKS, p, GROUPS, 0, T, DTYPE, HAS_ZERO,
-                        left)
+                        left, FP8)
                     if j == MIDDLE:
                         if STAGES < S:  # noqa: SIM102 (a constant; without it all is asked for)
                             if f + STAGES < S:
@@ -493,6 +498,8 @@ def _sums_of_tiles(
         y = acc[tile]
         if gl.float16 != DTYPE and SCALED:
             y = y * PARTS_OF_ONE
+        elif FP8:
+            y = y * PARTS_OF_FP8
         sums_s.index(tile).store(y)
     return sums_s
 
@@ -525,6 +532,7 @@ def _integer_weights_core_kernel(
     HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN_K: gl.constexpr, EVEN_N: gl.constexpr,
     PDL: gl.constexpr, R: gl.constexpr, N: gl.constexpr, K: gl.constexpr, SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr, SLICES: gl.constexpr, W: gl.constexpr,
+    FP8: gl.constexpr,  # weights of 8 bits are e4m3, not int8
 ):
     EVERY: gl.constexpr = 16 // BITS  # weights in an int16
     if PDL:
@@ -539,7 +547,7 @@ def _integer_weights_core_kernel(
     sums_s = _sums_of_tiles(
         x_ptr, w_first, s_ptr, z_ptr, x_ptr, stride_x, stride, stride_s, stride_z, tile0, row0,
         n_rows, split, n_cols, n_inner, n_rows, S, T, T, Q, BITS, GROUP, HAS_ZERO, EVEN_K, EVEN_N,
-        PDL, 0, R, N, K, STAGES, SLICES, W)
+        PDL, 0, R, N, K, STAGES, SLICES, W, FP8)
     # Results lie so that lanes store neighbours; sums come there from where the products left them.
     BESIDE: gl.constexpr = N if N < 32 else 32
     rows: gl.constexpr = gl.BlockedLayout([1, 1], [BESIDE, 32 // BESIDE], [1, W], [0, 1])
@@ -746,10 +754,12 @@ def bound(
     strides: tuple[int, ...],
     config: Config,
     programs: int,
+    fp8: bool = False,
 ) -> Callable[..., None]:
     """What multiplies: ``launch(x, weight, scale, zero, bias, out, part)``.
 
-    ``strides``: of x, weight, scale, zero and out, in numbers; ``programs``: no more than that.
+    ``strides``: of x, weight, scale, zero and out, in numbers; ``programs``: no more than that;
+    ``fp8``: weights of 8 bits are e4m3.
     """
     m, n, k = sizes
     splits, slices, warps = (config[name] for name in ("SPLIT_K", "SLICES", "num_warps"))
@@ -773,6 +783,7 @@ def bound(
         STAGES=config["num_stages"],
         SLICES=slices,
         W=warps,
+        FP8=fp8,
         num_warps=warps,
         maxnreg=few.most_registers(warps, 1),
         **({"launch_pdl": True} if config["PDL"] else {}),

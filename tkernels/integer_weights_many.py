@@ -19,8 +19,8 @@ multiplied in by the instruction that decodes it,
     w = round(round(q - zero) * scale)          else; q - zero is exact
 
 to x's dtype, as dequantised weights of 16 bits are rounded. (There scales are below 2^11: see
-``integer_decoding``.) A scale a row, which all weights of 8 bits have, is left to the sums, which
-are fp32.
+``integer_decoding``.) A scale a row is left to the sums, which are fp32, and so are those of groups
+of weights of 8 bits, of 128 columns or more: each step then has a sum of its own.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ from tkernels import device
 from tkernels import masked_gemm_hopper as masked
 from tkernels.device import Device, bind, cdiv, tl, triton
 from tkernels.integer_decoding import (
+    PARTS_OF_FP8,
     UNIT,
     _less,
     _numbers,
     _numbers_of_bytes,
+    _numbers_of_fp8,
     _scaled_numbers,
     _scaled_steps,
 )
@@ -176,12 +178,15 @@ def _spread(values, like, GROUP: gl.constexpr, PIECE: gl.constexpr, left: gl.con
 @gluon.jit
 def _operands(
     codes, scales, zeros, dtype: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr,
-    HAS_ZERO: gl.constexpr, left: gl.constexpr,
+    HAS_ZERO: gl.constexpr, left: gl.constexpr, FP8: gl.constexpr = False,
 ):
     """The weights of 128 columns, two left operands [64, 64], from codes int16 [64, 8 * BITS]."""
     if BITS == 8:
-        gl.static_assert(GROUP == 0 and not HAS_ZERO)
-        both = _numbers_of_bytes(codes, dtype)
+        gl.static_assert(not HAS_ZERO)
+        if FP8:
+            both = _numbers_of_fp8(codes, dtype)
+        else:
+            both = _numbers_of_bytes(codes, dtype)
     else:
         t0, t1, t2, t3 = _fours(codes, scales, zeros, dtype, GROUP, HAS_ZERO, left)
         both = (_beside(t0, t1, left), _beside(t2, t3, left))
@@ -241,7 +246,7 @@ def _put(
 def _multiply(
     SIDE: gl.constexpr, shared, given, sizes, BITS: gl.constexpr, GROUP: gl.constexpr,
     HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, R: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT_K: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT_K: gl.constexpr, FP8: gl.constexpr,
 ):
     """Group SIDE's 64 outputs of each tile, times the x that all groups share."""
     w_s, x_s, full, empty = shared
@@ -251,11 +256,13 @@ def _multiply(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     EVERY: gl.constexpr = GROUP if GROUP > 0 else 1 << 30  # columns with one scale
+    APART: gl.constexpr = BITS == 8 and GROUP > 0  # a step's sum is scaled
+    scaled: gl.constexpr = layout if APART else left
     count = 0
     for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
         m, n, split, first, end = _item(item, n_m, n_n, n_steps, SPLIT_K)
         out0 = (n * GROUPS + SIDE) * 64
-        o = out0 + gl.arange(0, 64, gl.SliceLayout(1, left))
+        o = out0 + gl.arange(0, 64, gl.SliceLayout(1, scaled))
         ok = o < n_cols
         at_s = o.to(gl.int64) * stride_s
         at_z = o.to(gl.int64) * stride_z
@@ -272,7 +279,8 @@ def _multiply(
             stage = count % STAGES
             hopper.mbarrier.wait(full.index(stage), (count // STAGES) & 1)
             codes = w_s.index(stage * GROUPS + SIDE).load(left)
-            a, b = _operands(codes, scales, zeros, dtype, BITS, GROUP, HAS_ZERO, left)
+            a, b = _operands(codes, scales, zeros, dtype, BITS, GROUP, HAS_ZERO, left, FP8)
+            scale_now = scales[0]
             if GROUP > 0:
                 scales = next_scales
                 next_scales = _of_step(s_ptr, at_s, ok, j + 2, n_groups, 0.0, EVERY, 0)
@@ -281,17 +289,27 @@ def _multiply(
                     next_zeros = _of_step(z_ptr, at_z, ok, j + 2, n_groups, 0, EVERY, 0)
             xa = x_s.index(stage * 2).permute([1, 0])
             xb = x_s.index(stage * 2 + 1).permute([1, 0])
-            acc = hopper.warpgroup_mma(a, xa, acc, is_async=True)
-            acc = hopper.warpgroup_mma(b, xb, acc, is_async=True)
-            acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-            hopper.mbarrier.arrive(empty.index(stage), count=1)
+            if APART:
+                part = gl.zeros([64, R], gl.float32, layout)
+                part = hopper.warpgroup_mma(a, xa, part, is_async=True)
+                part = hopper.warpgroup_mma(b, xb, part, is_async=True)
+                part = hopper.warpgroup_mma_wait(0, deps=[part])
+                hopper.mbarrier.arrive(empty.index(stage), count=1)
+                acc = acc + part * scale_now.to(gl.float32)[:, None]
+            else:
+                acc = hopper.warpgroup_mma(a, xa, acc, is_async=True)
+                acc = hopper.warpgroup_mma(b, xb, acc, is_async=True)
+                acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+                hopper.mbarrier.arrive(empty.index(stage), count=1)
             count += 1
         if GROUP == 0:
             n1 = out0 + gl.arange(0, 64, gl.SliceLayout(1, layout))
             scale = gl.load(s_ptr + n1.to(gl.int64) * stride_s, mask=n1 < n_cols, other=0.0)
             acc = acc * scale.to(gl.float32)[:, None]
         if gl.bfloat16 == dtype:
-            acc = acc * (UNIT if GROUP > 0 and not HAS_ZERO else 64.0)
+            acc = acc * (UNIT if GROUP > 0 and not HAS_ZERO and BITS == 4 else 64.0)
+        elif FP8:
+            acc = acc * PARTS_OF_FP8
         _put(acc, m * R, out0, split, bias_ptr, out_ptr, part_ptr, stride_o, n_rows, n_cols,
              HAS_BIAS, R, SPLIT_K, layout)
 
@@ -304,6 +322,7 @@ def _integer_weights_kernel(
     GROUP: gl.constexpr,  # columns with one scale; 0: a row has one
     HAS_ZERO: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
     R: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, SPLIT_K: gl.constexpr,
+    FP8: gl.constexpr,  # weights of 8 bits are e4m3, not int8
 ):
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     WIDTH: gl.constexpr = 16 * BITS  # bytes of a row of a step
@@ -333,9 +352,9 @@ def _integer_weights_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (0, shared, given, sizes, BITS, GROUP, HAS_ZERO, HAS_BIAS, R, GROUPS,
-                             STAGES, SPLIT_K)),
+                             STAGES, SPLIT_K, FP8)),
                 (_multiply, (1, shared, given, sizes, BITS, GROUP, HAS_ZERO, HAS_BIAS, R, GROUPS,
-                             STAGES, SPLIT_K)),
+                             STAGES, SPLIT_K, FP8)),
                 (_load, (w_desc, x_desc, w_s, x_s, full, empty, sizes, BITS, R, GROUPS, STAGES,
                          SPLIT_K, PDL)),
             ],
@@ -344,11 +363,11 @@ def _integer_weights_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (0, shared, given, sizes, BITS, GROUP, HAS_ZERO, HAS_BIAS, R, GROUPS,
-                             STAGES, SPLIT_K)),
+                             STAGES, SPLIT_K, FP8)),
                 (_multiply, (1, shared, given, sizes, BITS, GROUP, HAS_ZERO, HAS_BIAS, R, GROUPS,
-                             STAGES, SPLIT_K)),
+                             STAGES, SPLIT_K, FP8)),
                 (_multiply, (2, shared, given, sizes, BITS, GROUP, HAS_ZERO, HAS_BIAS, R, GROUPS,
-                             STAGES, SPLIT_K)),
+                             STAGES, SPLIT_K, FP8)),
                 (_load, (w_desc, x_desc, w_s, x_s, full, empty, sizes, BITS, R, GROUPS, STAGES,
                          SPLIT_K, PDL)),
             ],
@@ -404,10 +423,26 @@ def why_illegal(config: Config, k: int, dev: Device, bits: int, fixed: Config) -
     return None
 
 
+def why_not_apart(config: Config) -> str | None:
+    """Reason why a config has no registers for the sums of a step beside all; None: it has."""
+    rows, warps = config["BLOCK_M"], config["num_warps"]
+    if rows > (most := 128 if warps == 8 else 64):
+        return f"{warps} warps leave registers for {most} rows of scaled sums, got {rows}"
+    return None
+
+
 def default_config(
-    sizes: tuple[int, int, int], dev: Device, bits: int, fixed: Config, least: int
+    sizes: tuple[int, int, int],
+    dev: Device,
+    bits: int,
+    fixed: Config,
+    least: int,
+    apart: bool = False,
 ) -> Config:
-    """What takes least by ``_work``, with as many stages as fit; ``least``: rows of a tile."""
+    """What takes least by ``_work``, with as many stages as fit; ``least``: rows of a tile.
+
+    ``apart``: the sum of a step is scaled (``why_not_apart``).
+    """
     m, _, k = sizes
     ways = []
     for r, warps, splits in itertools.product(ROWS, (8, 12), (1, 2, 3, 4, 6, 8)):
@@ -417,7 +452,8 @@ def default_config(
         way["num_stages"] = 8
         while shared_bytes(way, bits) > dev.local_mem_bytes:
             way["num_stages"] -= 1
-        if why_illegal(way, k, dev, bits, fixed) is None:
+        unfit = why_not_apart(way) if apart else None
+        if unfit is None and why_illegal(way, k, dev, bits, fixed) is None:
             ways.append(way)
     return min(ways, key=lambda way: _work(way, sizes, dev, bits))
 
@@ -443,10 +479,12 @@ def bound(
     strides: tuple[int, ...],
     config: Config,
     programs: int,
+    fp8: bool = False,
 ) -> Callable[..., None]:
     """What multiplies: ``launch(x, weight, scale, zero, bias, out, part)``.
 
-    ``strides``: of x, weight, scale, zero and out, in numbers; ``programs``: no more than that.
+    ``strides``: of x, weight, scale, zero and out, in numbers; ``programs``: no more than that;
+    ``fp8``: weights of 8 bits are e4m3.
     """
     m, n, k = sizes
     rows, groups, splits = config["BLOCK_M"], config["num_warps"] // 4, config["SPLIT_K"]
@@ -481,6 +519,7 @@ def bound(
         GROUPS=groups,
         STAGES=config["num_stages"],
         SPLIT_K=splits,
+        FP8=fp8,
         num_warps=4,
         **pdl,
     )

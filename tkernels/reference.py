@@ -39,6 +39,7 @@ from tkernels.ops.silu_and_mul_quantized import (
 )
 from tkernels.ops.skinny_linear import skinny_linear_ref as skinny_linear
 from tkernels.ops.w4a16_gemm import w4a16_gemm_ref as w4a16_gemm
+from tkernels.ops.w8a16_gemm import w8a16_gemm_ref as w8a16_gemm
 from tkernels.ops.watch_activations import watch_activations_ref as watch_activations
 from tkernels.quantized import append_quantized_kv_ref as append_quantized_kv
 from tkernels.quantized import paged_attn_quantized_ref as paged_attn_quantized
@@ -71,5 +72,6 @@ __all__ = [
     "silu_and_mul_quantized",
     "skinny_linear",
     "w4a16_gemm",
+    "w8a16_gemm",
     "watch_activations",
 ]

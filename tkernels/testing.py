@@ -179,6 +179,11 @@ def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
 
+def without_nan(t: torch.Tensor) -> torch.Tensor:
+    """``t`` with 7 for NaN, which equals nothing; of FP8, with which PyTorch does little, bytes."""
+    return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t.nan_to_num(7.0)
+
+
 def clone_inputs(inputs: Mapping[str, Any], *, precise: bool = False) -> dict[str, Any]:
     """Copies of all tensors; with ``precise``, floating-point ones as float32 (float64 stays)."""
 
