@@ -285,10 +285,10 @@ def test_exact_sums_are_exact(
 def test_every_code(way: Config, codes: torch.dtype, dtype: torch.dtype, dev: torch.device) -> None:
     """Output n of row r is code 16 n + r, as one column of x is 1; again and again."""
     bits = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(138, 1)[:2200]
-    weight = bits.repeat(1, 8).view(codes).to(dev)  # K = 128
-    x = torch.zeros(16, 128, dtype=dtype, device=dev)
+    weight = bits.repeat(1, 32).view(codes).to(dev)  # K = 512, parts of which are split
+    x = torch.zeros(16, 512, dtype=dtype, device=dev)
     for r in range(16):
-        x[r, r + 16 * (r % 8)] = 1
+        x[r, r + 16 * (2 * r % 32)] = 1
     scale = torch.ones(2200, 1, device=dev)
     got = SPEC.launch(x, weight, scale, config=way).float().cpu().t()
     assert torch.equal(got, numbers_of_codes(bits.view(codes)))
