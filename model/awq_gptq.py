@@ -15,7 +15,8 @@ AWQ packs outputs in an order of its own: AutoAWQ, awq/modules/linear/gemm.py (`
 GPTQ packs the inputs of a code and the outputs of a zero, first in the lowest bits: AutoGPTQ,
 auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py (``pack``). In "gptq" a stored zero is one less
 than the zero, in "gptq_v2" it is the zero: GPTQModel. ``tkernels.w4_format`` has the packing.
-GPTQ's 8 bits in groups have no kernel: they are dequantised as they are read.
+GPTQ's 8 bits in groups have a kernel where zeros are 128 (``sym``), and none for experts: others
+are dequantised as they are read.
 
 Which layers are quantised says ``quantization_config`` in config.json. Fields of AWQ: AutoAWQ,
 awq/models/_config.py; of GPTQ: ``QuantizeConfig`` of GPTQModel, gptqmodel/quantization/config.py,
@@ -48,14 +49,18 @@ class InputMajor(Scheme):
     """A layer stored with inputs first; ``format`` is AWQ, GPTQ or GPTQ_V2."""
 
     may_reorder: bool = False  # inputs have groups in another order, unless g_idx says otherwise
+    symmetric: bool = True  # zeros are the middle of the codes; of 4 bits it does not matter
 
     @property
     def scales(self) -> str:
         return "scales"
 
+    def keeps_codes(self, inputs: int, dtype: torch.dtype) -> bool:
+        return self.bits == 4 or self.symmetric
+
     @property
-    def dequantised(self) -> bool:
-        return self.bits == 8 and self.group is not None
+    def keeps_experts(self) -> bool:
+        return self.bits == 4 or self.group is None
 
     def tensors(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         n, k = shape
@@ -132,7 +137,7 @@ def _gptq(config: Mapping[str, Any]) -> InputMajor:
     if bits == 8 and group is None and not symmetric:
         raise ValueError(f"{_WHERE}: sym must be true with bits=8 and no groups, got false")
     # g_idx tells whether they are: with desc_act a layer of several groups must have one.
-    return InputMajor(form, bits, group, False, reorders and group is not None)
+    return InputMajor(form, bits, group, False, reorders and group is not None, symmetric)
 
 
 def _dynamic(

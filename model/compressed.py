@@ -30,6 +30,11 @@ FINE_GRAINED = "fp8"  # of ``model.float8``: a quant_method, where those above a
 _WHERE = "config.json: quantization_config"
 
 
+def takes_group(inputs: int) -> bool:
+    """Whether kernels take a scale for so many inputs: a power of two from 32 on."""
+    return inputs >= 32 and inputs & (inputs - 1) == 0
+
+
 @dataclass(frozen=True)
 class Scheme:
     """How one linear layer is stored and computed."""
@@ -50,10 +55,17 @@ class Scheme:
         """Name (below that of the layer) of the scales."""
         return "weight_scale"
 
+    def keeps_codes(self, inputs: int, dtype: torch.dtype) -> bool:
+        """Whether a linear layer of so many inputs stays in codes beside activations in ``dtype``.
+
+        If not, it becomes one of floats as it is read, since nothing multiplies it.
+        """
+        return True
+
     @property
-    def dequantised(self) -> bool:
-        """Whether the layer becomes one of floats as it is read, since nothing multiplies it."""
-        return False
+    def keeps_experts(self) -> bool:
+        """The same of experts."""
+        return True
 
     def tensors(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         """Names (below that of the layer) and shapes of what is stored for a weight ``shape``."""
@@ -92,9 +104,14 @@ class Float8(Scheme):
     def scales(self) -> str:
         return "weight_scale_inv" if self.format == FINE_GRAINED else "weight_scale"
 
+    def keeps_codes(self, inputs: int, dtype: torch.dtype) -> bool:
+        columns = self.block[1]
+        whole = inputs % columns == 0 and takes_group(columns) if 0 < columns < inputs else True
+        return whole and dtype != torch.float32
+
     @property
-    def dequantised(self) -> bool:
-        return True
+    def keeps_experts(self) -> bool:
+        return False
 
     def block_of(self, n: int, k: int) -> tuple[int, int]:
         """Rows and columns of a block of a weight [n, k]."""

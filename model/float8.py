@@ -9,8 +9,10 @@ Of a layer X with a weight [N, K] a checkpoint stores, instead of ``X.weight`` i
 
     weight = code * scale, which multiplies in spite of its name in the first
 
-There is no kernel for FP8: weights are dequantised as they are read. Activations, which both ask to
-round to FP8 as the network runs, stay as they are, which is more exact.
+Linear layers stay in codes, which ``w8a16_gemm`` multiplies, with rows of scales made of blocks.
+That wants activations of 16 bits, and blocks of all inputs or of 32, 64, 128.. that divide them.
+Other layers, and experts, are dequantised as they are read. Activations, which both ask to round to
+FP8 as the network runs, stay as they are, which is more exact.
 
 Sources: transformers, ``FineGrainedFP8Config`` and integrations/finegrained_fp8.py; DeepSeek-V3,
 inference/kernel.py (``weight_dequant``) as fp8_cast_bf16.py calls it; for float-quantized

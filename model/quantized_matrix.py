@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (its usual name)
 
 from model.block_matrix import BlockMatrix
-from model.compressed import unpack
+from model.compressed import takes_group, unpack
+from tkernels.w8_format import dequantize_w8
 
 # Of x [T, K], as ``quantize_per_token`` makes them: int8 [T, K] and fp32 [T].
 Codes = tuple[torch.Tensor, torch.Tensor]
@@ -107,8 +108,7 @@ def multiply_packed(
 ) -> torch.Tensor:
     """x [T, K] -> x W^T + bias [T, N]: ``w4a16_gemm`` where that can, else dequantised weights."""
     groups = weight.scale.shape[1]
-    size = weight.columns // groups
-    fits = groups == 1 or (size >= 32 and size & (size - 1) == 0)
+    fits = groups == 1 or takes_group(weight.columns // groups)
     if weight.bits == 4 and fits and x.dtype != torch.float32 and hasattr(ops, "w4a16_gemm"):
         y: torch.Tensor = ops.w4a16_gemm(
             x, weight.packed, weight.scale, weight_zero=weight.zero, bias=bias
@@ -117,7 +117,30 @@ def multiply_packed(
     return F.linear(x, weight.values(x.dtype), bias)
 
 
-Part = torch.Tensor | BlockMatrix | Int8Matrix | PackedMatrix  # [N, K]
+@dataclass(frozen=True)
+class ByteMatrix:
+    """[N, K]: weight[n, k] = code[n, k] * scale[n, k // group], a code a byte."""
+
+    codes: torch.Tensor  # int8 or float8_e4m3fn [N, K], no NaN
+    scale: torch.Tensor  # [N, K / group], fp32 or of 16 bits; group is one that kernels take, or K
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantised: [N, K]."""
+        return dequantize_w8(self.codes, self.scale).to(dtype)
+
+    def multiply(self, x: torch.Tensor, ops: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [T, K] -> x W^T + bias [T, N]: ``w8a16_gemm`` where that is, else as ``values``."""
+        if x.dtype == torch.float32 or not hasattr(ops, "w8a16_gemm"):
+            return F.linear(x, self.values(x.dtype), bias)
+        y: torch.Tensor = ops.w8a16_gemm(x, self.codes, self.scale, bias=bias)
+        return y
+
+
+Part = torch.Tensor | BlockMatrix | Int8Matrix | PackedMatrix | ByteMatrix  # [N, K]
 
 
 @dataclass(frozen=True)
@@ -163,6 +186,6 @@ def product(
     if isinstance(weight, BlockMatrix):
         y = weight.multiply(x)
         return y if bias is None else y + bias
-    if isinstance(weight, PackedMatrix):
+    if isinstance(weight, PackedMatrix | ByteMatrix):
         return weight.multiply(x, ops, bias)
     return weight.multiply(x, ops, bias, codes)

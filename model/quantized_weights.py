@@ -11,22 +11,40 @@ import torch
 
 from model import awq_gptq, block_matrix, compressed, float8
 from model.block_matrix import BlockMatrix, Blocks
-from model.compressed import Float8, Scheme
-from model.quantized_matrix import Int4Experts, Int8Experts, Int8Matrix, PackedMatrix
+from model.compressed import Float8, Scheme, takes_group
+from model.quantized_matrix import (
+    ByteMatrix,
+    Int4Experts,
+    Int8Experts,
+    Int8Matrix,
+    PackedMatrix,
+)
 from model.sources import Source
+from tkernels import scales_of_blocks
 
 Sources = Sequence[tuple[str, tuple[int, ...]]]  # names of weights, and the shape of each
 
 
 def read_matrix(
     sources: Sources, scheme: Scheme, source: Source, dtype: torch.dtype, device: torch.device
-) -> BlockMatrix | Int8Matrix | PackedMatrix:
-    """Linear layers of one scheme, stacked along N.
+) -> BlockMatrix | Int8Matrix | PackedMatrix | ByteMatrix:
+    """Linear layers of one scheme, stacked along N. It keeps codes.
 
     Raises:
         ValueError: codes or scales of another type, a scale that is not above 0, another shape.
     """
     (_, k) = sources[0][1]
+    if isinstance(scheme, Float8):
+        parts = [_read_float8(name, scheme, source) for name, _ in sources]
+        return _in_bytes(
+            [codes for codes, _ in parts],
+            [
+                _rows_of_scales(scale, shape, scheme)
+                for (_, scale), (_, shape) in zip(parts, sources, strict=True)
+            ],
+            dtype,
+            device,
+        )
     found = [_read_codes(name, shape, scheme, source, device) for name, shape in sources]
     scale = torch.cat([one["weight_scale"].float() for one in found])
     zero = _zeros(found)
@@ -56,11 +74,40 @@ def read_matrix(
     if scheme.bits == 8 and scheme.group is None:
         codes = torch.cat([_codes(one, scheme, k) for one in found])
         return Int8Matrix(codes.to(device), scale.view(-1), scheme.quantized_activations)
+    if scheme.bits == 8 and dtype != torch.float32 and (group == k or takes_group(group)):
+        codes_of, scales = (
+            [_codes(one, scheme, k) for one in found],
+            [one["weight_scale"] for one in found],
+        )
+        return _in_bytes(codes_of, scales, dtype, device)
     packed = torch.cat([one["weight_packed"] for one in found])
     if scheme.bits == 4:
         scale = _in_dtype(scale, dtype)
     zero = None if zero is None else zero.to(device)
     return PackedMatrix(packed.to(device), scale, scheme.bits, k, zero)
+
+
+def _in_bytes(
+    codes: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ByteMatrix:
+    """Of [N, K] codes and [N, K / group] scales of some layers."""
+    # As bytes until they are there: not every device has a type of FP8.
+    kind = codes[0].dtype
+    moved = torch.cat([one.view(torch.int8) for one in codes]).to(device)
+    scale = torch.cat(list(scales))
+    if scale.dtype.itemsize != 2:
+        scale = _in_dtype(scale.float(), dtype)
+    return ByteMatrix(moved.view(kind), scale.to(device))
+
+
+def _rows_of_scales(scale: torch.Tensor, shape: tuple[int, ...], scheme: Float8) -> torch.Tensor:
+    """[N, K / group] of scales as they are stored."""
+    n, k = shape
+    block = scheme.block_of(n, k)
+    return scales_of_blocks(scale.view(-1, -(-k // block[1])), n, k, block)
 
 
 def _zeros(found: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor | None:
@@ -171,22 +218,7 @@ def read_dequantised(
         _check_scale(layer, scale, scheme, source)
     else:
         assert isinstance(scheme, Float8)
-        codes, scale = source.read(name), source.read(f"{layer}.{scheme.scales}")
-        if codes.dtype != torch.float8_e4m3fn:
-            raise ValueError(
-                f"{source.where}: expected {name} in torch.float8_e4m3fn, as {scheme.format} has "
-                f"it, got {codes.dtype}"
-            )
-        if scale.dtype.itemsize == 1:  # float8_e8m0fnu, which scale_fmt would name
-            raise ValueError(
-                f"{source.where}: expected {layer}.{scheme.scales} in 16 or 32 bits, got "
-                f"{scale.dtype}"
-            )
-        _check_scale(layer, scale, scheme, source)
-        # 127 is NaN, with either sign; there is no infinity.
-        bad = int(((codes.view(torch.uint8) & 127) == 127).sum())
-        if bad:
-            raise ValueError(f"{source.where}: expected finite weights, got {bad} NaN in {name}")
+        codes, scale = _read_float8(name, scheme, source)
         exact = float8.dequantised(codes, scale.to(device), scheme)
     out = exact.to(dtype)
     if not torch.isfinite(out.sum(dtype=torch.float32)) and not torch.isfinite(out).all():
@@ -196,6 +228,27 @@ def read_dequantised(
             f"{name}, dequantised from {scheme.words}"
         )
     return out
+
+
+def _read_float8(name: str, scheme: Float8, source: Source) -> tuple[torch.Tensor, torch.Tensor]:
+    """Checked codes, and scales as they are stored."""
+    layer = name.removesuffix(".weight")
+    codes, scale = source.read(name), source.read(f"{layer}.{scheme.scales}")
+    if codes.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"{source.where}: expected {name} in torch.float8_e4m3fn, as {scheme.format} has it, "
+            f"got {codes.dtype}"
+        )
+    if scale.dtype.itemsize == 1:  # float8_e8m0fnu, which scale_fmt would name
+        raise ValueError(
+            f"{source.where}: expected {layer}.{scheme.scales} in 16 or 32 bits, got {scale.dtype}"
+        )
+    _check_scale(layer, scale, scheme, source)
+    # 127 is NaN, with either sign; there is no infinity.
+    bad = int(((codes.view(torch.uint8) & 127) == 127).sum())
+    if bad:
+        raise ValueError(f"{source.where}: expected finite weights, got {bad} NaN in {name}")
+    return codes, scale
 
 
 def _codes(found: dict[str, torch.Tensor], scheme: Scheme, k: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from model import block_matrix
 from model.block_matrix import BlockMatrix, Matrix
-from model.compressed import Float8, Scheme
+from model.compressed import Float8, Scheme, takes_group
 from model.config import ModelConfig
 from model.quantized_matrix import Int4Experts, Int8Experts, Part, Parts, Weight
 from model.quantized_weights import (
@@ -37,6 +37,7 @@ class Parameter:
     experts: int = 0  # above 0: it becomes [experts, rows, columns]
 
 
+_EXPERTS = ".mlp.experts."  # in names of their tensors
 Found = Weight | Int8Experts | Int4Experts  # what a parameter becomes
 
 
@@ -128,7 +129,7 @@ def load_model(
     """Read all parameters as ``dtype`` on ``device``.
 
     In fp32 on the CPU, matrices that a GGUF file stores in 4- or 8-bit blocks stay so. Layers that
-    the config calls quantised stay so everywhere, but for those whose scheme is ``dequantised``.
+    the config calls quantised stay so everywhere, but for those whose scheme does not keep codes.
 
     Raises:
         ValueError: a tensor is missing, unexpected, of a wrong shape or not finite; a scale is not
@@ -267,9 +268,10 @@ def _read(
             return _read_plain(config, part, source, dtype, device, keep_blocks)
         return read_matrix(part.sources, scheme, source, dtype, device)
 
-    schemes = [
-        _multiplied(_scheme(config, source, name, shape)) for name, shape in parameter.sources
-    ]
+    schemes = []
+    for name, shape in parameter.sources:
+        scheme = _scheme(config, source, name, shape)
+        schemes.append(scheme if _keeps_codes(scheme, name, shape, dtype) else None)
     quantised = [scheme for scheme in schemes if scheme is not None]
     if parameter.experts and quantised:
         if quantised[0].bits == 4:  # then all are, in groups of one size
@@ -290,9 +292,13 @@ def named_scheme(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Sche
     return config.quantization.scheme_of(name.removesuffix(".weight"))
 
 
-def _multiplied(scheme: Scheme | None) -> Scheme | None:
-    """A scheme that the weight keeps; None: it becomes one of floats, or is stored so."""
-    return None if scheme is None or scheme.dequantised else scheme
+def _keeps_codes(
+    scheme: Scheme | None, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> bool:
+    """Whether a stored tensor stays in codes; if not it becomes one of floats, or is stored so."""
+    if scheme is None:
+        return False
+    return scheme.keeps_experts if _EXPERTS in name else scheme.keeps_codes(shape[1], dtype)
 
 
 def _scheme(
@@ -306,7 +312,7 @@ def _scheme(
     layer = name.removesuffix(".weight")
     scheme = named_scheme(config, name, shape)
     router = layer.endswith(".mlp.gate")
-    if scheme is None or not (router or ".mlp.experts." in layer):
+    if scheme is None or not (router or _EXPERTS in layer):
         return scheme
     if f"{layer}.{scheme.scales}" not in source.shapes:
         # transformers 5 has classes for both; a config that says Linear means neither. A weight in
@@ -317,7 +323,7 @@ def _scheme(
             f"{source.where}: expected routers that are not quantised, got one of {scheme.words}: "
             f"{layer}"
         )
-    if scheme.dequantised:
+    if not scheme.keeps_experts:
         return scheme
     if not _takes_experts(scheme, shape[1]):
         raise ValueError(
@@ -338,7 +344,7 @@ def _takes_experts(scheme: Scheme, inputs: int) -> bool:
     size = inputs if scheme.group is None else scheme.group
     if scheme.bits == 8:
         return scheme.group is None
-    return size == inputs or (size >= 32 and size & (size - 1) == 0)
+    return size == inputs or takes_group(size)
 
 
 def _check_experts(config: ModelConfig, source: Source, table: dict[str, Parameter]) -> None:
@@ -350,7 +356,9 @@ def _check_experts(config: ModelConfig, source: Source, table: dict[str, Paramet
             continue
         kinds: dict[str, str] = {}
         for name, shape in parameter.sources:
-            scheme = _multiplied(_scheme(config, source, name, shape))
+            scheme = _scheme(config, source, name, shape)
+            if scheme is not None and not scheme.keeps_experts:
+                scheme = None
             words = "16 bits" if scheme is None else scheme.words
             kinds.setdefault(words, name.removesuffix(".weight"))
             if scheme is not None:
@@ -431,16 +439,17 @@ def dequantised_note(config: ModelConfig, source: Source, dtype: torch.dtype) ->
     codes = weights = 0
     for name, shape in stored_tensors(config):
         scheme = _scheme(config, source, name, shape)
-        if scheme is not None and scheme.dequantised:
-            if scheme.words not in words:
-                words.append(scheme.words)
+        if scheme is not None and not _keeps_codes(scheme, name, shape, dtype):
+            kind = f"{'experts' if _EXPERTS in name else 'linear layers'} of {scheme.words}"
+            if kind not in words:
+                words.append(kind)
             codes += shape[0] * shape[1] * scheme.bits // 8
             weights += shape[0] * shape[1] * dtype.itemsize
     if not words:
         return None
     kind = str(dtype).removeprefix("torch.")
     return (
-        f"weights of {' and '.join(words)}, which have no kernel, are dequantised to {kind}: "
+        f"{' and '.join(words)}, for which there is no kernel in {kind}, are dequantised: "
         f"{weights / 1e9:.3g} GB instead of {codes / 1e9:.3g}"
     )
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are dequantised as they are read: FP8, and GPTQ's 8 bits in groups.
+"""Checkpoints in FP8, and in GPTQ's 8 bits in groups: what stays in codes, what is dequantised.
 
 Expected is the same network with its weights dequantised here: codes of FP8 from their bits, blocks
 one by one. ``test_awq_gptq`` packs GPTQ.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CPU, load_folder, make_folder, make_hf
+from checkpoints import CPU, load_folder, make_folder, make_hf, new_runner
 from safetensors.torch import save_file
 from test_awq_gptq import (
     Layout,
@@ -28,9 +29,13 @@ from test_awq_gptq import (
 )
 from test_awq_gptq import write as write_gptq
 
+import tkernels
+from model import block_matrix, cpu_ops, float8, generate, perplexity, quantize, sensitivity
 from model import config as configs
-from model import cpu_ops, float8, generate, perplexity, quantize, sensitivity
-from model.perplexity import logits_of
+from model.block_matrix import BlockMatrix
+from model.kv_cache import SequenceState
+from model.perplexity import divergence, logits_of
+from model.quantized_matrix import ByteMatrix, product
 from model.qwen3 import Model
 from model.sources import open_safetensors
 from model.weights import dequantised_note, load_experts, load_layer
@@ -45,7 +50,10 @@ Q0 = "model.layers.0.self_attn.q_proj"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 # Inputs and outputs that 128 does not divide (40 to 120), and more of them than 128 (100 to 300).
 DENSE, MIXTURE, WIDE = "qwen3", "qwen3_moe", "qwen3_moe-32"
-NAMES = (DENSE, "qwen3-128", "qwen2", MIXTURE)
+# 128 divides neither 96 inputs, which a block has all, nor 160; 32 divides both.
+RAGGED = "llama-32"
+NAMES = (DENSE, "qwen3-128", "qwen2", RAGGED, MIXTURE)
+LINEAR = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
 
 
 @dataclass(frozen=True)
@@ -151,28 +159,148 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 # ---- what they compute ---------------------------------------------------------------------------
 
 
-def same_weights(ours: Model, theirs: Model) -> None:
+def same_weights(ours: Model, theirs: Model) -> set[str]:
+    """Kinds of linear layers that are in codes, one a byte; they stand for the other's weights."""
+    kept: dict[str, set[bool]] = {}
     for mine, other in zip(ours.layers, theirs.layers, strict=True):
-        pairs = [(mine.qkv_proj, other.qkv_proj), (mine.o_proj, other.o_proj)]
-        if mine.experts is None:
-            pairs += [(mine.gate_up_proj, other.gate_up_proj), (mine.down_proj, other.down_proj)]
-        else:
+        parts = LINEAR if mine.experts is None else LINEAR - {"gate_up_proj", "down_proj"}
+        if mine.experts is not None:
             assert other.experts is not None
             for part in ("router", "gate_up_proj", "down_proj"):
                 assert torch.equal(getattr(mine.experts, part), getattr(other.experts, part))
-        for a, b in pairs:
-            assert a is not None
-            assert b is not None
-            assert torch.equal(a.weight, b.weight)
+        for part in parts:
+            weight, expected = getattr(mine, part).weight, getattr(other, part).weight
+            in_codes = isinstance(weight, ByteMatrix)
+            if in_codes:
+                groups = weight.scale.numel() * weight.scale.dtype.itemsize
+                assert weight.nbytes == expected.numel() + groups
+                assert weight.codes.is_contiguous()
+                weight = weight.values(expected.dtype)
+            elif isinstance(weight, BlockMatrix):
+                weight = weight.values()
+            assert torch.equal(weight, expected)
+            kept.setdefault(part, set()).add(in_codes)
+    assert all(len(found) == 1 for found in kept.values())
+    return {part for part, found in kept.items() if True in found}
 
 
-@pytest.mark.parametrize("one", LAYOUTS.values(), ids=LAYOUTS)
+def in_codes(name: str, layout: str) -> set[str]:
+    """Linear layers whose blocks have all inputs, or so many as the kernel takes."""
+    linear = LINEAR - ({"gate_up_proj", "down_proj"} if name == MIXTURE else set())
+    if layout == "fp8-small-blocks" or (
+        layout == "small-block" and name not in ("qwen3-128", RAGGED)
+    ):
+        return set()
+    whole = layout in ("channel", "tensor", "small-block") or name != RAGGED
+    return linear if whole else linear - {"down_proj"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_logits(name: str, one: Stored, bases: dict[str, Path], tmp_path: Path) -> None:
-    quantised, dense = write(bases[name], one, tmp_path)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        same_weights(load_folder(quantised, dtype), load_folder(dense, dtype))
+def test_logits(name: str, layout: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    quantised, dense = write(bases[name], LAYOUTS[layout], tmp_path)
+    for dtype in (torch.bfloat16, torch.float16):
+        kept = same_weights(load_folder(quantised, dtype), load_folder(dense, dtype))
+        assert kept == in_codes(name, layout)
+    assert not same_weights(load_folder(quantised), load_folder(dense))
     check_logits(quantised, dense)
+
+
+def in_16_bits(
+    quantised: Path, dense: Path, dtype: torch.dtype, ops: Any, device: torch.device = CPU
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of a prompt of 4 tokens and a step behind it; of the dequantised network, in fp32 and
+    in 16 bits.
+    """
+    exact, _ = logits_of(load_folder(dense), cpu_ops, ids(5))
+    usual, _ = logits_of(load_folder(dense, dtype), tkernels.reference, ids(5))
+    runner, sequence = new_runner(load_folder(quantised, dtype, device), ops), SequenceState(ids(4))
+    rows = [runner.prefill([sequence])]
+    sequence.token_ids.append(ids(5)[-1])
+    got = torch.cat([*rows, runner.decode([sequence])]).cpu().float()
+    return got, exact[3:], usual[3:].float()
+
+
+@pytest.mark.parametrize("layout", ["fp8", "channel", "tensor", "small-block"])
+@pytest.mark.parametrize("name", ["qwen3-128", RAGGED])
+def test_logits_in_16_bits_of_the_reference(
+    name: str, layout: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """Products of the CPU are those of the dequantised weights, those of the reference as exact."""
+    quantised, dense = write(bases[name], LAYOUTS[layout], tmp_path)
+    for dtype in (torch.bfloat16, torch.float16):
+        expected = in_16_bits(dense, dense, dtype, cpu_ops)[0]
+        assert torch.equal(in_16_bits(quantised, dense, dtype, cpu_ops)[0], expected)
+        got, exact, usual = in_16_bits(quantised, dense, dtype, tkernels.reference)
+        error, allowed = ((x - exact).abs().max() for x in (got, usual))
+        assert error < 2 * allowed
+        assert divergence(got, exact)[0] < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("qwen3-128", "fp8"), ("qwen3-128", "small-block"), (RAGGED, "channel")]
+)
+def test_kernels_run_it(
+    name: str, layout: str, dtype: torch.dtype, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """Held to fp32 as the dequantised network in 16 bits is: its weights are rounded."""
+    quantised, dense = write(bases[name], LAYOUTS[layout], tmp_path)
+    device = tkernels.device.tensor_device()
+    got, exact, usual = in_16_bits(quantised, dense, dtype, tkernels, device)
+    error, allowed = ((x - exact).abs().max() for x in (got, usual))
+    assert error < 2 * allowed
+    assert divergence(got, exact)[0] < 0.01
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_multiplies(bias: bool) -> None:
+    """The kernel's arguments in 16 bits; in fp32, or without a kernel, weights in x's dtype."""
+    codes, scale, dense = rounded(torch.randn(40, 128), Stored(block=(16, 32)))
+    weight = ByteMatrix(codes, scale.repeat_interleave(16, 0)[:40])
+    assert torch.equal(weight.values(torch.float32), dense)
+    offset = torch.randn(40) if bias else None
+    calls = []
+
+    def gemm(*args: Any, **more: Any) -> torch.Tensor:
+        calls.append((args, more))
+        return torch.zeros(3, 40)
+
+    ops = types.SimpleNamespace(w8a16_gemm=gemm)
+    x = torch.randn(3, 128)
+    expected = torch.nn.functional.linear(x, dense, offset)
+    assert torch.equal(product(x, weight, ops, offset), expected)
+    assert not calls
+    half, offset = x.half(), None if offset is None else offset.half()
+    expected = torch.nn.functional.linear(half, dense.half(), offset)
+    assert torch.equal(product(half, weight, cpu_ops, offset), expected)
+    assert not product(half, weight, ops, offset).any()
+    ((args, more),) = calls
+    assert args[0] is half
+    assert args[1:] == (weight.codes, weight.scale)
+    assert more == {"bias": offset}
+
+
+def test_dtype_of_scales(bases: dict[str, Path], tmp_path: Path) -> None:
+    """16 bits stay, 32 go to those of the activations where nothing is lost."""
+    coarse = Stored(dtype=torch.float32)
+    cases = (
+        ("fp8", torch.float16, torch.float32),
+        ("fp8-bf16-scales", torch.bfloat16, torch.bfloat16),
+        ("fp8-bf16-scales", torch.float16, torch.bfloat16),
+    )
+    for i, (layout, dtype, wanted) in enumerate(cases):
+        folder, _ = write(bases[DENSE], LAYOUTS[layout], tmp_path / str(i))
+        for layer in load_folder(folder, dtype).layers:
+            assert layer.qkv_proj.weight.scale.dtype == wanted
+    folder, _ = write(bases[DENSE], coarse, tmp_path / "coarse")
+
+    def coarsen(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            tensors[name] = tensors[name].bfloat16().float()
+
+    change_tensors(folder, coarsen)
+    assert load_folder(folder, torch.bfloat16).layers[0].o_proj.weight.scale.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -183,8 +311,45 @@ def test_gptq_of_8_bits_in_groups(
 ) -> None:
     one = Layout("gptq", group, bits=8, symmetric=symmetric, v2=v2)
     quantised, dense = write_gptq(bases[name], one, tmp_path)
+    blocks = isinstance(load_folder(quantised).layers[0].o_proj.weight, BlockMatrix)
+    assert blocks == (symmetric and block_matrix.can_multiply())
     same_weights(load_folder(quantised), load_folder(dense))
     check_logits(quantised, dense)
+    for dtype in (torch.bfloat16, torch.float16):
+        models = [load_folder(folder, dtype) for folder in (quantised, dense)]
+        # Of a mixture the first layer has no experts.
+        assert same_weights(*models) == (LINEAR if symmetric else set())
+        expected = in_16_bits(dense, dense, dtype, cpu_ops)[0]
+        assert torch.equal(in_16_bits(quantised, dense, dtype, cpu_ops)[0], expected)
+    source = open_safetensors(quantised)
+    note = dequantised_note(configs.from_folder(quantised), source, torch.bfloat16)
+    words = f"W8A16 in groups of {group}, for which there is no kernel in bfloat16"
+    if not symmetric:
+        assert note is not None
+        assert note.startswith("linear layers of ")
+        assert words in note
+    elif name == WIDE:
+        assert note is not None
+        assert note.startswith(f"experts of {words}")
+    else:
+        assert note is None
+
+
+def test_other_zeros_than_the_config_tells(bases: dict[str, Path], tmp_path: Path) -> None:
+    one = Layout("gptq", 32, bits=8, symmetric=False)
+    folder, _ = write_gptq(bases["qwen3-128"], one, tmp_path)
+    change_config(folder, lambda config: config["quantization_config"].update(sym=True))
+    with pytest.raises(ValueError, match=rf"expected zeros of 127 in .*{Q0}\.qzeros, as sym means"):
+        load_folder(folder, torch.bfloat16)
+
+
+def test_gptq_of_8_bits_by_the_kernel(bases: dict[str, Path], tmp_path: Path) -> None:
+    one = Layout("gptq", 32, bits=8, symmetric=True)
+    quantised, dense = write_gptq(bases["qwen3-128"], one, tmp_path)
+    device = tkernels.device.tensor_device()
+    got, exact, usual = in_16_bits(quantised, dense, torch.bfloat16, tkernels, device)
+    error, allowed = ((x - exact).abs().max() for x in (got, usual))
+    assert error < 2 * allowed
 
 
 @pytest.mark.parametrize("one", ["fp8", "channel"])
@@ -195,7 +360,10 @@ def test_layers_and_experts_by_themselves(one: str, bases: dict[str, Path], tmp_
         layer = load_layer(config, source, 1, dtype=torch.bfloat16, device=CPU)
         assert layer.experts is not None
         experts = load_experts(config, source, 1, dtype=torch.bfloat16)
-        found.append([layer.qkv_proj.weight, layer.experts.down_proj, *experts.values()])
+        weight = layer.qkv_proj.weight
+        if isinstance(weight, ByteMatrix):
+            weight = weight.values(torch.bfloat16)
+        found.append([weight, layer.experts.down_proj, *experts.values()])
     for ours, theirs in zip(*found, strict=True):
         assert isinstance(ours, torch.Tensor)
         assert torch.equal(ours, theirs)
@@ -357,15 +525,17 @@ def test_codes_that_the_config_does_not_tell_of(bases: dict[str, Path], tmp_path
 
 def test_commands_say_so(bases: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
     folder, dense = write(bases["qwen3-128"], LAYOUTS["fp8"], tmp_path)
-    argv = ["--prompt", "abc", "--max-tokens", "3", "--json"]
-    replies = []
-    for path in (folder, dense):
-        assert generate.main(["--model", str(path), *argv]) == 0
-        out, err = capsys.readouterr()
-        replies.append(json.loads(out)["replies"])
-        said = "weights of FP8 in blocks of 128x128, which have no kernel, are dequantised to"
-        assert (said in err) == (path == folder)
-    assert replies[0] == replies[1]
+    said = "linear layers of FP8 in blocks of 128x128, for which there is no kernel in float32, are"
+    for dtype in ("float32", "bfloat16"):
+        argv = ["--prompt", "abc", "--max-tokens", "3", "--json", "--dtype", dtype]
+        replies = []
+        for path in (folder, dense):
+            assert generate.main(["--model", str(path), *argv]) == 0
+            out, err = capsys.readouterr()
+            replies.append(json.loads(out)["replies"])
+            assert (said in err) == (path == folder and dtype == "float32")
+            assert ("dequantised" in err) == (said in err)
+        assert replies[0] == replies[1]
     text = tmp_path / "text"
     text.write_text("a b c d e f g h " * 6)
     found = []
@@ -377,9 +547,28 @@ def test_commands_say_so(bases: dict[str, Path], tmp_path: Path, capsys: Any) ->
     assert found[0] == found[1]
     config, source = configs.from_folder(folder), open_safetensors(folder)
     weights = sum(shape[0] * shape[1] for name, shape in source.shapes.items() if is_linear(name))
+    note = dequantised_note(config, source, torch.float32)
+    assert note is not None
+    assert note.endswith(f"dequantised: {4 * weights / 1e9:.3g} GB instead of {weights / 1e9:.3g}")
+    assert dequantised_note(config, source, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "kind"),
+    [(MIXTURE, ".experts.", "experts"), (RAGGED, ".down_proj", "linear layers")],
+)
+def test_only_what_is_dequantised_is_said(
+    name: str, parts: str, kind: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    folder, _ = write(bases[name], LAYOUTS["fp8"], tmp_path)
+    config, source = configs.from_folder(folder), open_safetensors(folder)
+    shapes = {name: shape for name, shape in source.shapes.items() if is_linear(name)}
+    weights = sum(n * k for layer, (n, k) in shapes.items() if parts in layer)
+    assert 0 < weights < sum(n * k for n, k in shapes.values())
     note = dequantised_note(config, source, torch.bfloat16)
     assert note is not None
-    assert note.endswith(f"bfloat16: {2 * weights / 1e9:.3g} GB instead of {weights / 1e9:.3g}")
+    assert note.startswith(f"{kind} of FP8 in blocks of 128x128, for which")
+    assert note.endswith(f": {2 * weights / 1e9:.3g} GB instead of {weights / 1e9:.3g}")
 
 
 def test_commands_that_want_16_bits(bases: dict[str, Path], tmp_path: Path, capsys: Any) -> None:

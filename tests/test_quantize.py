@@ -36,7 +36,7 @@ from model.checkpoint import open_checkpoint
 from model.compressed import INT, PACKED, Scheme, pack, quantise, unpack
 from model.kv_cache import SequenceState
 from model.perplexity import divergence, logits_of
-from model.quantized_matrix import Int8Matrix, PackedMatrix, Parts
+from model.quantized_matrix import ByteMatrix, Int8Matrix, PackedMatrix, Parts
 from model.weights import load_model
 
 pytestmark = pytest.mark.thin(2)
@@ -85,7 +85,7 @@ def dense(weight: Any) -> torch.Tensor:
     """The values of a weight of any kind."""
     if isinstance(weight, Int8Matrix):
         return weight.codes.float() * weight.scale[:, None]
-    if isinstance(weight, PackedMatrix):
+    if isinstance(weight, PackedMatrix | ByteMatrix):
         return weight.values(torch.float32)
     if isinstance(weight, BlockMatrix):
         return weight.values()
@@ -256,6 +256,16 @@ def test_runner_reads_what_the_package_writes(kind: str, tmp_path: Path) -> None
     modules = dict(hf.named_modules())
     for name, value in our_layers(ours).items():
         torch.testing.assert_close(value, modules[name].weight.data, rtol=1e-6, atol=1e-8)
+    in_16_bits = load_folder(tmp_path, torch.bfloat16)  # as kernels get it
+    multiplied = {"w8a8": Int8Matrix, "w8a16": Int8Matrix, "w8a16-groups": ByteMatrix}
+    for layer in in_16_bits.layers:
+        for linear in (layer.o_proj, layer.down_proj):
+            assert linear is not None
+            assert type(linear.weight) is multiplied.get(kind, PackedMatrix)
+    for name, value in our_layers(in_16_bits).items():
+        exact = modules[name].weight.data
+        atol = float(exact.abs().max()) / 200
+        torch.testing.assert_close(value.float(), exact, rtol=0, atol=atol)
     tokens = ids(20)
     with torch.no_grad():
         theirs = hf(torch.tensor([tokens])).logits[0]
