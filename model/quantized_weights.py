@@ -20,7 +20,7 @@ from model.quantized_matrix import (
     PackedMatrix,
 )
 from model.sources import Source
-from tkernels import scales_of_blocks
+from tkernels import expand_block_scales
 
 Sources = Sequence[tuple[str, tuple[int, ...]]]  # names of weights, and the shape of each
 
@@ -107,7 +107,7 @@ def _rows_of_scales(scale: torch.Tensor, shape: tuple[int, ...], scheme: Float8)
     """[N, K / group] of scales as they are stored."""
     n, k = shape
     block = scheme.block_of(n, k)
-    return scales_of_blocks(scale.view(-1, -(-k // block[1])), n, k, block)
+    return expand_block_scales(scale.view(-1, -(-k // block[1])), n, k, block)
 
 
 def _zeros(found: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor | None:
