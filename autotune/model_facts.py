@@ -14,6 +14,20 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 @dataclasses.dataclass(frozen=True)
+class ByteCodes:
+    """Linear layers in 8 bits that ``w8a16_gemm`` multiplies."""
+
+    group: int  # inputs that share a scale; 0: all of a layer
+    fp8: bool
+
+    def group_of(self, inputs: int) -> int | None:
+        """The same for so many inputs; None: the layer is dequantised."""
+        if not 0 < self.group < inputs:
+            return inputs
+        return None if inputs % self.group else self.group
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelFacts:
     """Sizes of the decoder layers."""
 
@@ -31,6 +45,7 @@ class ModelFacts:
     experts: tuple[int, int, int] | None = None
     quantised: bool = False  # its linear layers are not of 16 bits
     quantised_experts: bool = False  # nor are the experts, in no layer
+    byte_codes: ByteCodes | None = None  # what its linear layers are of, where these have a kernel
 
 
 def read_facts(path: Path) -> ModelFacts:
@@ -84,6 +99,8 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         raise ValueError(
             f"autotune: --model: dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}"
         )
+    quantization = config.get("quantization_config")
+    byte_codes = None if dtype == "float32" else _byte_codes(quantization)
     return ModelFacts(
         hidden_size=hidden,
         vocab_size=_size(config, "vocab_size", 151936),  # Qwen3's
@@ -96,8 +113,9 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         windows=_windows(config),
         dtype=_DTYPES[dtype],
         experts=_fused_experts(config),
-        quantised=_multiplies_codes(config.get("quantization_config")),
-        quantised_experts=_quantises_experts(config.get("quantization_config")),
+        quantised=_multiplies_codes(quantization) or byte_codes is not None,
+        quantised_experts=_quantises_experts(quantization),
+        byte_codes=byte_codes,
     )
 
 
@@ -162,9 +180,10 @@ def _fused_experts(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
 
 
 def _multiplies_codes(given: Any) -> bool:
-    """Whether there is a ``quantization_config`` of layers that stay as they are stored.
+    """Whether there is a ``quantization_config`` of layers, and experts, that stay as stored.
 
-    The runner dequantises fp8, and GPTQ's 8 bits in groups, as it reads them.
+    Of fp8, and of GPTQ's 8 bits in groups, the runner dequantises experts as it reads them, and
+    linear layers that are no ``_byte_codes``.
     """
     if not isinstance(given, Mapping):
         return given is not None
@@ -173,6 +192,40 @@ def _multiplies_codes(given: Any) -> bool:
         groups = given.get("bits") == 8 and given.get("group_size", 128) != -1
         return not groups or bool(given.get("dynamic"))
     return method != "fp8" and form not in ("float-quantized", "naive-quantized")
+
+
+def _byte_codes(given: Any) -> ByteCodes | None:
+    """Of a ``quantization_config`` with one scheme for all layers that have any."""
+    if not isinstance(given, Mapping):
+        return None
+    method, group, fp8 = given.get("quant_method"), None, True
+    if method == "fp8":
+        size = given.get("weight_block_size")
+        group = size[1] if isinstance(size, list) and len(size) == 2 else None
+    elif method == "gptq":
+        fits = given.get("bits") == 8 and given.get("sym", True) is True
+        group, fp8 = given.get("group_size", 128) if fits else None, False
+    elif method == "compressed-tensors":
+        group, fp8 = _group_of_scheme(given)
+    whole = group == 0 and fp8
+    if type(group) is not int or not (whole or (group >= 32 and group & (group - 1) == 0)):
+        return None
+    return ByteCodes(group, fp8)
+
+
+def _group_of_scheme(given: Mapping[str, Any]) -> tuple[Any, bool]:
+    """(inputs that share a scale, 0 for all, None for other schemes; whether it is FP8)."""
+    groups = given.get("config_groups")
+    schemes = list(groups.values()) if isinstance(groups, Mapping) else []
+    weights = schemes[0].get("weights") if len(schemes) == 1 else None
+    if not isinstance(weights, Mapping):
+        return None, False
+    form = schemes[0].get("format") or given.get("format")
+    if form in ("float-quantized", "naive-quantized"):
+        block = weights.get("block_structure")
+        return block[1] if isinstance(block, list) and len(block) == 2 else 0, True
+    packed = form == "pack-quantized" and weights.get("num_bits") == 8
+    return weights.get("group_size") if packed else None, False
 
 
 def _quantises_experts(given: Any) -> bool:

@@ -95,7 +95,7 @@ def _layer(facts: ModelFacts, step: Step, dev: Device) -> list[tuple[str, dict[s
 def _many_rows(facts: ModelFacts, step: Step, dev: Device) -> list[tuple[str, dict[str, Any]]]:
     """Norms and activations of their own, beside products, PyTorch's or those of a body.
 
-    Those of a quantised network are not derived; what makes codes in passing is not either.
+    Of a quantised network those of ``w8a16_gemm`` are derived; what makes codes in passing is not.
     """
     tokens, hidden = step.tokens, facts.hidden_size
     rows = {"tokens": tokens, "hidden": hidden, "dtype": facts.dtype}
@@ -108,6 +108,7 @@ def _many_rows(facts: ModelFacts, step: Step, dev: Device) -> list[tuple[str, di
         layers += [(n * tokens, 2 * width, hidden), (n * tokens, hidden, width)]
     products = [*([] if facts.quantised else layers), (step.logits, facts.vocab_size, hidden)]
     return [
+        *(one for m, n, k in layers for one in _product_of_bytes(m, n, facts, k)),
         *(
             _product(m, n, facts, k)
             for m, n, k in products
@@ -144,6 +145,19 @@ def _product(
 ) -> tuple[str, dict[str, Any]]:
     sizes = {"tokens": tokens, "outputs": outputs, "inputs": inputs or facts.hidden_size}
     return "skinny_linear", {**sizes, **more, "dtype": facts.dtype}
+
+
+def _product_of_bytes(
+    tokens: int, outputs: int, facts: ModelFacts, inputs: int
+) -> list[tuple[str, dict[str, Any]]]:
+    """Of a layer in 8 bits, if it is one: scales have 16 bits, as most checkpoints' do."""
+    codes = facts.byte_codes
+    group = None if codes is None else codes.group_of(inputs)
+    if codes is None or group is None:
+        return []
+    sizes = {"tokens": tokens, "outputs": outputs, "inputs": inputs, "group": group}
+    kind = {"fp8": codes.fp8, "scale16": codes.fp8, "dtype": facts.dtype}  # int8's do anyway
+    return [("w8a16_gemm", {**sizes, **kind})]
 
 
 def _experts(facts: ModelFacts, step: Step) -> list[tuple[str, dict[str, Any]]]:

@@ -15,11 +15,13 @@ import torch
 import tkernels
 from autotune import model_launches, problems
 from autotune.command import Target, _fitting
-from autotune.model_facts import facts_of, read_facts
+from autotune.model_facts import ByteCodes, facts_of, read_facts
 from autotune.model_launches import Step, _experts, launches, steps
 from autotune.records import label_of
+from model.compressed import Float8
 from model.config import ModelConfig, from_folder
 from model.kv_cache import SequenceState
+from model.quantized_matrix import ByteMatrix
 from model.qwen3 import Experts, Layer, Linear, Model
 from model.runner import PREFILL_CHUNK, Runner, split_prefill
 from tkernels import config, device, skinny_linear_rows
@@ -326,10 +328,39 @@ TINY = {
 }  # fmt: skip
 
 
+# Layers in 8 bits.
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+CHANNELS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
+        }
+    },
+}
+GROUPS = {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}
+IN_BYTES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-blocks": ("qwen3", BLOCKS),
+    "llama-channels": ("llama", CHANNELS),
+    "qwen3_moe-blocks": ("qwen3_moe", BLOCKS),
+    "qwen3-groups": ("qwen3", GROUPS),
+}
+
+
 def tiny_config(family: str) -> dict[str, Any]:
     sizes = {"hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 1, "vocab_size": 9}
     rope = {"max_position_embeddings": 4096, "rope_theta": 1e4}
-    return {"model_type": family, "torch_dtype": "float32", **sizes, **rope, **TINY[family]}
+    kind, quantization = IN_BYTES.get(family, (family, None))
+    found = {"model_type": kind, "torch_dtype": "float32", **sizes, **rope, **TINY[kind]}
+    if quantization is None:
+        return found
+    found |= {"torch_dtype": "bfloat16", "quantization_config": quantization}
+    if quantization == GROUPS:
+        found |= {"hidden_size": 64, "intermediate_size": 160, "head_dim": 32}
+    return found
 
 
 def network(config: ModelConfig) -> Model:
@@ -338,10 +369,25 @@ def network(config: ModelConfig) -> Model:
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=getattr(torch, config.dtype), device=device.tensor_device())
 
+    def linear(name: str, outputs: int, inputs: int) -> Linear:
+        """With a weight of the kind that a checkpoint of this config would have."""
+        scheme = None
+        if config.quantization is not None:
+            scheme = config.quantization.scheme_of(f"model.layers.0.mlp.{name}")
+        dtype = getattr(torch, config.dtype)
+        if scheme is None or not scheme.keeps_codes(inputs, dtype):
+            return Linear(zeros(outputs, inputs))
+        if isinstance(scheme, Float8):
+            kind, group = torch.float8_e4m3fn, scheme.block_of(outputs, inputs)[1]
+        else:
+            kind, group = torch.int8, scheme.group or inputs
+        codes = zeros(outputs, inputs).to(kind)
+        return Linear(ByteMatrix(codes, zeros(outputs, -(-inputs // group))))
+
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     mlp: dict[str, Any] = {
-        "gate_up_proj": Linear(zeros(2 * inner, hidden)),
-        "down_proj": Linear(zeros(hidden, inner)),
+        "gate_up_proj": linear("gate_up_proj", 2 * inner, hidden),
+        "down_proj": linear("down_proj", hidden, inner),
     }
     if config.mixture is not None:
         n, k, wide = 5, 2, config.mixture.intermediate_size
@@ -349,10 +395,10 @@ def network(config: ModelConfig) -> Model:
         mlp = {"experts": Experts(*shapes, top_k=k, renormalize=True)}
     layer = Layer(
         input_layernorm=zeros(hidden),
-        qkv_proj=Linear(zeros(config.q_size + 2 * config.kv_size, hidden)),
+        qkv_proj=linear("qkv_proj", config.q_size + 2 * config.kv_size, hidden),
         q_norm=zeros(dim) if config.qk_norm else None,
         k_norm=zeros(dim) if config.qk_norm else None,
-        o_proj=Linear(zeros(hidden, config.q_size)),
+        o_proj=linear("o_proj", hidden, config.q_size),
         post_attention_layernorm=zeros(hidden),
         **mlp,
     )
@@ -388,6 +434,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
         ("qwen3_moe", 3, 16, 32),
         ("qwen3", 1, 40, 16),  # steps of one token take fused kernels
         ("qwen3_moe", 1, 40, 64),
+        ("qwen3-blocks", 3, 16, 32),
+        ("qwen3-blocks", 1, 40, 16),
+        ("llama-channels", 3, 20, 32),
+        ("qwen3_moe-blocks", 1, 40, 64),
+        ("qwen3-groups", 3, 16, 32),
+        ("qwen3-groups", 1, 40, 16),
     ],
 )
 def test_what_a_model_launches_is_what_is_tuned(
@@ -420,7 +472,9 @@ def test_what_a_model_launches_is_what_is_tuned(
     launched.clear()
     config.reload()  # plans that are remembered ask for no config
     runner.decode(sequences)
-    assert "rms_norm" in {kernel for kernel, _ in launched}
+    kernels = {kernel for kernel, _ in launched}
+    assert "rms_norm" in kernels
+    assert ("w8a16_gemm" in kernels) == (family in IN_BYTES)
     config.reload()
     prefilled(context)
     arch = device.current().arch
@@ -508,23 +562,63 @@ def test_facts_are_read_from_a_folder_or_a_file(tmp_path: Path) -> None:
     assert facts_of({"text_config": CONFIG, "dtype": "float16"}).hidden_size == 4096
 
 
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    scheme = {"targets": ["Linear"], "weights": {"num_bits": 8, **weights}}
+    groups = {"group_0": scheme}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+
+
+ALL_INPUTS = ByteCodes(0, True)
+
+
 @pytest.mark.parametrize(
-    ("given", "codes"),
+    ("given", "experts", "byte_codes"),
     [
-        (None, False),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, False),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, False),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, True),
-        ({"quant_method": "gptq", "bits": 8}, False),  # in groups of 128
-        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, True),
-        ({"quant_method": "gptq", "bits": 8, "dynamic": {".*": {"bits": 4}}}, True),
-        ({"quant_method": "gptq", "bits": 4}, True),
-        ({"quant_method": "awq"}, True),
+        (None, False, None),
+        ({"quant_method": "fp8", "weight_block_size": [128, 64]}, False, ByteCodes(64, True)),
+        ({"quant_method": "fp8", "weight_block_size": [128, 48]}, False, None),
+        (compressed("float-quantized", strategy="channel"), False, ALL_INPUTS),
+        (compressed("naive-quantized", strategy="tensor"), False, ALL_INPUTS),
+        (compressed("float-quantized", block_structure=[64, 128]), False, ByteCodes(128, True)),
+        (compressed("float-quantized", block_structure=[64, 24]), False, None),
+        (compressed("pack-quantized", group_size=64), True, ByteCodes(64, False)),
+        (compressed("pack-quantized", group_size=64, num_bits=4), True, None),
+        (compressed("pack-quantized", group_size=None), True, None),
+        (compressed("int-quantized"), True, None),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, False, None),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, True, None),
+        ({"quant_method": "gptq", "bits": 8}, False, ByteCodes(128, False)),
+        ({"quant_method": "gptq", "bits": 8, "sym": False}, False, None),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, True, None),
+        (
+            {"quant_method": "gptq", "bits": 8, "dynamic": {".*": {"bits": 4}}},
+            True,
+            ByteCodes(128, False),
+        ),
+        ({"quant_method": "gptq", "bits": 4}, True, None),
+        ({"quant_method": "awq"}, True, None),
     ],
 )
-def test_what_is_dequantised_multiplies_like_16_bits(given: Any, codes: bool) -> None:
+def test_what_is_dequantised_multiplies_like_16_bits(
+    given: Any, experts: bool, byte_codes: ByteCodes | None
+) -> None:
     facts = facts_of({**CONFIG, "quantization_config": given})
-    assert (facts.quantised, facts.quantised_experts) == (codes, codes)
+    assert facts.quantised_experts == experts
+    assert facts.byte_codes == byte_codes
+    assert facts.quantised == (experts or byte_codes is not None)
+    facts = facts_of({**CONFIG, "torch_dtype": "float32", "quantization_config": given})
+    assert facts.byte_codes is None
+
+
+def test_layers_in_8_bits_are_derived(tmp_path: Path) -> None:
+    given = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": given}))
+    tasks = problems.model_tasks([get("w8a16_gemm")], tmp_path, [1], [64], "sm90")
+    sizes = {tuple(task.problem[name] for name in ("m", "n", "k")) for task in tasks}
+    layers = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288))
+    assert sizes == {(m, n, k) for m in (1, 64) for n, k in layers}
+    kinds = {(task.problem["group"], task.problem["fp8"], task.problem["scale"]) for task in tasks}
+    assert kinds == {(128, True, torch.bfloat16)}
 
 
 @pytest.mark.parametrize(

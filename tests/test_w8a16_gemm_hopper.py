@@ -268,7 +268,7 @@ def test_exact_sums_are_exact(
     """Bit for bit, with scales of 32 bits and of 16, with a bias and without."""
     if group == 64 and way["variant"] == "wide":
         pytest.skip("wide has groups of 128 or more")
-    for scale in (FP32, dtype):
+    for scale in (FP32, BF16, FP16):
         problem = w8_problem(
             13, 2200, K, dtype, codes=codes, group=group, scale=scale, bias=scale == dtype
         )

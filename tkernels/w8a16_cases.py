@@ -48,11 +48,15 @@ def w8_shape(
     inputs: int,
     group: int = 128,
     fp8: bool = True,
+    scale16: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Problem:
-    """``tokens`` rows through a layer of ``inputs`` to ``outputs``."""
-    codes = FP8 if fp8 else torch.int8
-    return w8_problem(tokens, outputs, inputs, dtype, codes=codes, group=group)
+    """``tokens`` rows through a layer of ``inputs`` to ``outputs``.
+
+    ``scale16``: scales beside FP8 have 16 bits, too.
+    """
+    codes, scale = FP8 if fp8 else torch.int8, dtype if scale16 else None
+    return w8_problem(tokens, outputs, inputs, dtype, codes=codes, group=group, scale=scale)
 
 
 def w8_inputs(problem: Problem, dev: torch.device) -> dict[str, Any]:

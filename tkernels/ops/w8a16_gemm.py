@@ -41,6 +41,7 @@ from tkernels.w8_format import CODES, dequantize_w8
 from tkernels.w8a16_cases import W8_CASES, w8_cost, w8_inputs, w8_peers, w8_shape
 
 _OP = "w8a16_gemm"
+_SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def w8a16_gemm_ref(
@@ -160,7 +161,7 @@ def w8a16_gemm(
         weight: int8 or float8_e4m3fn [N, K]. NaN codes (0x7f and 0xff) need not give NaN: they
             count as 480 and -480. With ``PDL`` weight and weight_scale are read before kernels of
             this library that were launched before have ended, so those must not write them.
-        weight_scale: [N, K/group], of x's dtype or fp32. group is a power of two from 32 on, or K
+        weight_scale: [N, K/group], fp32, bf16 or fp16. group is a power of two from 32 on, or K
             (a scale a row). ``tkernels.expand_block_scales`` makes it of scales for blocks.
         bias: [N], fp32 or x's dtype.
         out: [M, N] of x's dtype, written and returned; it may not share memory with an argument.
@@ -343,7 +344,7 @@ def _check(
             f"on, or K={k}, got {describe(weight_scale)}"
         )
     wanted: dict[str, tuple[tuple[torch.dtype, ...], dict[str, int | None]]] = {
-        "weight_scale": ((x.dtype, torch.float32), {"N": n, "n_groups": groups}),
+        "weight_scale": (_SCALES, {"N": n, "n_groups": groups}),
         "bias": ((torch.float32, x.dtype), {"N": n}),
         "out": ((x.dtype,), {"M": m, "N": n}),
     }
