@@ -230,13 +230,11 @@ class Machine:
             stand_ins = {
                 "gl": self.gl, "hopper": self.hopper, "_as": _as, "_barrier": nothing,
                 "_load_tile": self._bring, "_wait_for_earlier_kernels": self._wait,
-                "_let_next_kernel_start": self._trigger, "_warp": lambda: Int(self.warp),
-                "_put": self._put, "_put_16_bytes": self._put_16_bytes,
-                "_take_one": lambda at, mask: self._atomic_add(at, *_ones(at, mask, -1), "relaxed"),
-                "_add_one": lambda at, mask: self._atomic_add(at, *_ones(at, mask, 1), "relaxed"),
+                "_let_next_kernel_start": self._trigger,
             }  # fmt: skip
-            lone = hasattr(module, "_warp")
-            self.lone_warps |= lone
+            if hasattr(module, "_warp"):
+                self.lone_warps = True
+                stand_ins |= self._of_lone_warps()
             for name, value in stand_ins.items():
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, value)
@@ -306,6 +304,15 @@ class Machine:
         places, value, mask = torch.broadcast_tensors(at.places(), value, mask)
         assert value.dtype == at.tensor.dtype
         at.numbers()[places[mask].long()] = plain(value[mask])
+
+    def _of_lone_warps(self) -> dict[str, Any]:
+        """What stands for the functions of ``lone_warps_hopper``."""
+        return {
+            "_warp": lambda: Int(self.warp), "_put": self._put,
+            "_put_16_bytes": self._put_16_bytes,
+            "_take_one": lambda at, mask: self._atomic_add(at, *_ones(at, mask, -1), "relaxed"),
+            "_add_one": lambda at, mask: self._atomic_add(at, *_ones(at, mask, 1), "relaxed"),
+        }  # fmt: skip
 
     def _put(self, to: Pointer, x: torch.Tensor, mask: torch.Tensor, kind: str) -> None:
         assert kind == f"b{8 * to.tensor.element_size()}"
