@@ -330,13 +330,17 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @cpu_defaults
-def test_command_with_quantised_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["w4a16", "fp8"])
+def test_command_with_quantised_weights(weights: str, tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
-    more = ["--rounds", "1", "--shape", "tiny", "--weights", "w4a16", "--json", str(out)]
-    assert main([*SMALL, "--batch", "1", *more]) == 0
+    more = ["--rounds", "1", "--shape", "tiny", "--weights", weights, "--json", str(out)]
+    dtype = ["--dtype", "bfloat16"] if weights == "fp8" else []  # in fp32 it is dequantised
+    assert main([*SMALL, "--batch", "1", *more, *dtype]) == 0
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["shape"] == "tiny-w4a16"
-    assert row["step_bytes"] < 0.6 * WEIGHT_BYTES  # the table of embeddings stays as it is
+    assert row["shape"] == f"tiny-{weights}"
+    # The table of embeddings stays as it is.
+    size = 2 if dtype else 4
+    assert row["step_bytes"] < (0.8 if dtype else 0.6) * WEIGHT_BYTES * size / 4
 
 
 @cpu_defaults

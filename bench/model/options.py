@@ -20,6 +20,7 @@ import torch
 from bench import report, roofline, rows, run
 from bench.model import profile
 from bench.model.shapes import (
+    FP8,
     PUBLISHED,
     SHAPES,
     config_of,
@@ -45,7 +46,8 @@ SCHEMA = 1
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, metavar="PATH", help="a checkpoint instead of random weights")
-    add("--weights", choices=SCHEMES, help="random ones, as model.quantize has them")
+    choices = (*SCHEMES, FP8)
+    add("--weights", choices=choices, help="random ones, as model.quantize has them; fp8: as Qwen")
     add_kv_options(parser)
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: float32 on a CPU")
     add_run_options(parser, rounds=3)

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from model import compressed
-from model.compressed import Scheme
+from model import compressed, float8
+from model.compressed import Float8, Scheme
 from model.config import ModelConfig, from_hf
 from model.quantize_plan import describe_plan, make_plan
 from model.qwen3 import Model
@@ -72,10 +72,23 @@ def parameters(config: ModelConfig) -> int:
     return sum(math.prod(shape) for _, shape in stored_tensors(config))
 
 
+FP8 = "fp8"  # of ``--weights``
+
+
 def quantised(config: ModelConfig, scheme: str) -> ModelConfig:
-    """The network with its layers as ``python -m model.quantize --scheme`` writes them."""
+    """The network with its layers as ``python -m model.quantize --scheme`` writes them; "fp8": as
+    Qwen publishes them."""
+    if scheme == FP8:
+        blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        return dataclasses.replace(config, quantization=float8.parse(blocks))
     described = describe_plan(make_plan(config, scheme, ()))
     return dataclasses.replace(config, quantization=compressed.parse(described))
+
+
+def _float8_deviation() -> float:
+    """Of numbers whose codes are equally likely."""
+    finite = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return float(finite.square().mean().sqrt())
 
 
 def random_model(
@@ -106,6 +119,14 @@ def random_model(
             return new.fill_(1) if len(size) == 1 else new.normal_(0, 0.02, generator=generator)
         scheme = quantised[name]
         part = name.rpartition(".")[2]
+        if isinstance(scheme, Float8):
+            if part == scheme.scales:
+                return torch.full(size, 0.02 / _float8_deviation(), dtype=dtype, device=device)
+            codes = torch.randint(
+                0, 256, size, generator=generator, dtype=torch.uint8, device=device
+            )
+            codes = torch.where((codes & 127) == 127, codes - 1, codes)  # NaN
+            return codes.view(torch.float8_e4m3fn)
         if part == "weight_scale":
             # Codes that are spread evenly have a deviation of their range over 12^0.5.
             return torch.full(size, 0.02 * 12**0.5 / 2**scheme.bits, dtype=dtype, device=device)
