@@ -35,16 +35,8 @@ def read_matrix(
     """
     (_, k) = sources[0][1]
     if isinstance(scheme, Float8):
-        parts = [_read_float8(name, scheme, source) for name, _ in sources]
-        return _in_bytes(
-            [codes for codes, _ in parts],
-            [
-                _rows_of_scales(scale, shape, scheme)
-                for (_, scale), (_, shape) in zip(parts, sources, strict=True)
-            ],
-            dtype,
-            device,
-        )
+        float8s = [_float8_in_rows(name, shape, scheme, source) for name, shape in sources]
+        return _in_bytes(float8s, dtype, device)
     found = [_read_codes(name, shape, scheme, source, device) for name, shape in sources]
     scale = torch.cat([one["weight_scale"].float() for one in found])
     zero = _zeros(found)
@@ -75,11 +67,8 @@ def read_matrix(
         codes = torch.cat([_codes(one, scheme, k) for one in found])
         return Int8Matrix(codes.to(device), scale.view(-1), scheme.quantized_activations)
     if scheme.bits == 8 and dtype != torch.float32 and (group == k or takes_group(group)):
-        codes_of, scales = (
-            [_codes(one, scheme, k) for one in found],
-            [one["weight_scale"] for one in found],
-        )
-        return _in_bytes(codes_of, scales, dtype, device)
+        parts = [(_codes(one, scheme, k), one["weight_scale"]) for one in found]
+        return _in_bytes(parts, dtype, device)
     packed = torch.cat([one["weight_packed"] for one in found])
     if scheme.bits == 4:
         scale = _in_dtype(scale, dtype)
@@ -88,26 +77,25 @@ def read_matrix(
 
 
 def _in_bytes(
-    codes: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    device: torch.device,
+    layers: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype, device: torch.device
 ) -> ByteMatrix:
-    """Of [N, K] codes and [N, K / group] scales of some layers."""
+    """Of codes [N, K] and scales [N, K / group] of each layer."""
     # As bytes until they are there: not every device has a type of FP8.
-    kind = codes[0].dtype
-    moved = torch.cat([one.view(torch.int8) for one in codes]).to(device)
-    scale = torch.cat(list(scales))
-    if scale.dtype.itemsize != 2:
+    codes = torch.cat([codes.view(torch.int8) for codes, _ in layers]).to(device)
+    scale = torch.cat([scale for _, scale in layers])
+    if scale.dtype.itemsize != 2:  # else half as many bytes as fp32, in either type
         scale = _in_dtype(scale.float(), dtype)
-    return ByteMatrix(moved.view(kind), scale.to(device))
+    return ByteMatrix(codes.view(layers[0][0].dtype), scale.to(device))
 
 
-def _rows_of_scales(scale: torch.Tensor, shape: tuple[int, ...], scheme: Float8) -> torch.Tensor:
-    """[N, K / group] of scales as they are stored."""
+def _float8_in_rows(
+    name: str, shape: tuple[int, ...], scheme: Float8, source: Source
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Checked codes [N, K], and scales [N, K / group] made of those of blocks."""
     n, k = shape
+    codes, scale = _read_float8(name, scheme, source)
     block = scheme.block_of(n, k)
-    return expand_block_scales(scale.view(-1, -(-k // block[1])), n, k, block)
+    return codes, expand_block_scales(scale.view(-1, -(-k // block[1])), n, k, block)
 
 
 def _zeros(found: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor | None:

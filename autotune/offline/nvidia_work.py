@@ -49,6 +49,7 @@ class Work:
 # Their loops have lengths that nothing here counts yet: no estimate is better than a wrong one.
 UNCOUNTED = (
     "masked_gemm", "moe_gemm", "moe_w4a16_gemm", "paged_attn_quantized", "w4a16_gemm",
+    "w8a16_gemm",
 )  # fmt: skip
 
 
