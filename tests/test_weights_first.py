@@ -16,6 +16,7 @@ from tkernels.masked_gemm_cases import gemm_problem
 from tkernels.registry import Config, all_kernels
 from tkernels.skinny_linear_facts import linear_problem
 from tkernels.w4a16_cases import w4_problem
+from tkernels.w8a16_cases import w8_problem
 
 CONFIG: Config = {
     "BLOCK_M": 8,
@@ -48,6 +49,8 @@ CONFIGS: dict[str, Config] = {
         "num_stages": 8,
     },
 }
+CONFIGS["w8a16_gemm"] = {**CONFIGS["w4a16_gemm"], "num_stages": 6}
+del CONFIGS["w8a16_gemm"]["SLICES"]  # as many as fit
 
 # In a process of its own: here Triton is an interpreter, there it must compile.
 CHILD = r"""
@@ -59,10 +62,12 @@ from tkernels.masked_gemm_cases import gemm_problem
 from tkernels.registry import all_kernels
 from tkernels.skinny_linear_facts import linear_problem
 from tkernels.w4a16_cases import w4_problem
+from tkernels.w8a16_cases import w8_problem
 
 configs = json.load(sys.stdin)
 problems = {"masked_gemm": gemm_problem(1, 32, 1024, bias=True),
             "w4a16_gemm": w4_problem(1, 32, 1024, zero=True, bias=True),
+            "w8a16_gemm": w8_problem(1, 32, 1024, bias=True),
             "skinny_linear": linear_problem(1, 32, 1024, normed=True, residual=True)}
 found = {}
 for name, problem in problems.items():
@@ -79,9 +84,14 @@ print(json.dumps(found))
 def test_what_comes_before_the_wait() -> None:
     found = json.loads(lines_of(CHILD, given=json.dumps(CONFIGS))[-1])
     # A lane's copies of 16 bytes, ahead and behind, and its other loads ahead: of int8 a weight's
-    # scale and a bias, of 4 bits scales and zero points, of 16 bits the norm's. Behind the wait
-    # come x, of 4 bits two copies for each of two steps, and what is stored.
-    counted = {"masked_gemm": (8, 4, 2), "w4a16_gemm": (2, 6, 16), "skinny_linear": (16, 8, 4)}
+    # scale and a bias, of groups scales, of 4 bits zero points, too, of 16 bits the norm's. Behind
+    # the wait come x, of groups two copies for each of two steps, and what is stored.
+    counted = {
+        "masked_gemm": (8, 4, 2),
+        "w4a16_gemm": (2, 6, 16),
+        "w8a16_gemm": (4, 8, 8),
+        "skinny_linear": (16, 8, 4),
+    }
     for name, (ahead, later, loads) in counted.items():
         wait = found[name].index("griddepcontrol.wait")
         before, behind = found[name][:wait], found[name][wait + 1 :]
@@ -104,6 +114,7 @@ def test_a_chain_is_what_it_is_one_by_one(name: str, splits: int, dev: torch.dev
     problems: Any = {
         "masked_gemm": gemm_problem(1, size, size),
         "w4a16_gemm": w4_problem(1, size, size),
+        "w8a16_gemm": w8_problem(1, size, size),
         "skinny_linear": linear_problem(1, size, size, normed=True),
     }
     split = {"BLOCK_N": 4 * splits} if name == "skinny_linear" else {"SPLIT_K": splits}
