@@ -617,8 +617,8 @@ def test_layers_in_8_bits_are_derived(tmp_path: Path) -> None:
     sizes = {tuple(task.problem[name] for name in ("m", "n", "k")) for task in tasks}
     layers = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288))
     assert sizes == {(m, n, k) for m in (1, 64) for n, k in layers}
-    kinds = {(task.problem["group"], task.problem["fp8"], task.problem["scale"]) for task in tasks}
-    assert kinds == {(128, True, torch.bfloat16)}
+    kinds = {tuple(task.problem[name] for name in ("group", "codes", "scale")) for task in tasks}
+    assert kinds == {(128, torch.float8_e4m3fn, torch.bfloat16)}
 
 
 @pytest.mark.parametrize(
