@@ -228,7 +228,10 @@ def test_refused_blocks(scale: torch.Tensor, block: tuple[int, int], words: str)
         ({"weight_scale": torch.ones(N, 32)}, "weight_scale must have shape .* a power of two"),
         ({"weight_scale": torch.ones(N, 3)}, "weight_scale must have shape .* a power of two"),
         ({"weight_scale": torch.ones(N)}, "weight_scale must have shape"),
-        ({"weight_scale": torch.ones(N, 4).double()}, "weight_scale must be .* or float32"),
+        (
+            {"weight_scale": torch.ones(N, 4).double()},
+            "weight_scale must be float32 or bfloat16 or float16",
+        ),
         ({"bias": torch.zeros(N + 1)}, r"bias must have shape \[N=24\]"),
         ({"x": torch.zeros(M, K)}, "x must be bfloat16 or float16"),
         ({"x": torch.zeros(M, 0).bfloat16()}, r"x must have shape \[M, K >= 1\]"),

@@ -37,6 +37,7 @@ from tkernels.device import Device, bind, cdiv, next_power_of_2, tl, triton
 from tkernels.ops.paged_attn import _has_pdl, _let_next_kernel_start, _wait_for_earlier_kernels
 from tkernels.ops.w4a16_gemm import _bind_adding
 from tkernels.registry import Config, KernelSpec, Problem, op, register
+from tkernels.w4_format import group_of
 from tkernels.w8_format import CODES, dequantize_w8
 from tkernels.w8a16_cases import W8_CASES, w8_cost, w8_inputs, w8_peers, w8_shape
 
@@ -209,7 +210,7 @@ def _plan(
     (m, k), n = x.shape, len(weight)
     if m == 0:
         return None
-    group = k // weight_scale.shape[1]
+    group = group_of(k, weight_scale)
     values = (m, n, k, x.dtype, weight.dtype, group, weight_scale.dtype)
     cfg, max_programs = resolve(SPEC, values, config)
     strides = (x.stride(0), weight.stride(0), weight_scale.stride(0), out.stride(0))
@@ -336,15 +337,13 @@ def _check(
     most = 2**31 - 2**16  # rows and columns are counted in 32 bits
     if max(m, n, k) > most:
         raise ValueError(f"{_OP}: x must have at most {most} rows and columns, got {describe(x)}")
-    groups = weight_scale.shape[1] if weight_scale.dim() == 2 else 0
-    group = k // groups if groups and k % groups == 0 else 0
-    if group == 0 or (groups > 1 and (group < 32 or group & (group - 1))):
+    if weight_scale.dim() != 2 or group_of(k, weight_scale) == 0:
         raise ValueError(
             f"{_OP}: weight_scale must have shape [N={n}, K/group], group a power of two from 32 "
             f"on, or K={k}, got {describe(weight_scale)}"
         )
     wanted: dict[str, tuple[tuple[torch.dtype, ...], dict[str, int | None]]] = {
-        "weight_scale": (_SCALES, {"N": n, "n_groups": groups}),
+        "weight_scale": (_SCALES, {"N": n, "n_groups": weight_scale.shape[1]}),
         "bias": ((torch.float32, x.dtype), {"N": n}),
         "out": ((x.dtype,), {"M": m, "N": n}),
     }
