@@ -310,6 +310,10 @@ class Machine:
         return {
             "_warp": lambda: Int(self.warp), "_put": self._put,
             "_put_16_bytes": self._put_16_bytes,
+            "_of_other": lambda x, lane: x.reshape(-1)[lane.long()],
+            "_first_bit": lambda x: Int((int(x) & -int(x)).bit_length() - 1),
+            "_take_32_bytes": self._take_32_bytes,
+            "_take_short": lambda at, mask: self._load(at, mask, -1).to(torch.int32),
             "_take_one": lambda at, mask: self._atomic_add(at, *_ones(at, mask, -1), "relaxed"),
             "_add_one": lambda at, mask: self._atomic_add(at, *_ones(at, mask, 1), "relaxed"),
         }  # fmt: skip
@@ -327,6 +331,13 @@ class Machine:
         to = Pointer(to.tensor, to.early, to.offset[..., None]) + torch.arange(16)
         assert not bool((plain(to.places()[..., 0]) % 16)[plain(mask).expand(words[0].shape)].any())
         self._store(to, numbers, mask[..., None])
+
+    def _take_32_bytes(self, at: Pointer, mask: torch.Tensor) -> tuple[Block, ...]:
+        """Eight int32 that follow each other."""
+        assert at.tensor.dtype == torch.int32
+        assert not bool((plain(at.places()) * 4 % 16)[plain(mask).expand(at.offset.shape)].any())
+        mask = mask.expand(at.offset.shape)
+        return tuple(self._load(at + i, mask) for i in range(8))
 
     def _atomic_add(self, at: Pointer, value: torch.Tensor, mask: torch.Tensor, sem: str) -> Block:
         """Lane by lane, in any order."""

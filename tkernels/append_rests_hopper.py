@@ -3,20 +3,23 @@
 Warps go their own ways (``lone_warps_hopper``): each goes through tiles of tokens of some heads, of
 K or of V, and where tokens are many there are as many warps as a chip holds at once. A row, that is
 a token's head, has 16 channels a lane, so that what is summed over it crosses few lanes, and its
-codes are stored 16 bytes a lane. The next tile's numbers and the slots that its places have are on
-their way while one is worked on, and what the mapping says of the tile after that, as slots are
-where places say. That is not looked at before its turn: a warp would wait for it in each tile.
+codes are stored 16 bytes a lane. The next tile's numbers, and what the mapping says of it, are on
+their way while one is worked on; more on its way was slower (CONTRIBUTING, measured facts), as all
+wait in one line. The slots that a tile's places have are asked for ahead of its work and looked at
+behind it.
 
-Rests are packed from registers, by the lanes that have them, where a row of the tile is an outlier
-or its place has a slot already. One lane of an outlier's row takes a slot, and its number is not
-waited for before the row's rests are packed. Static scales and their inverses, which a program has
-of one head, lie in shared memory, as registers are for numbers on their way.
+Few rows are outliers or have a place that has a slot already. Their rests are made once more, from
+numbers that are read again: a row at a time, by all lanes of the warp, which takes half of the
+instructions that the lanes who had them took for all rows of a tile, and no registers before.
+Static scales and their inverses, which a program has of one head, lie in shared memory, as
+registers are for numbers on their way.
 
-What is asked for a tile ahead stands behind a branch, because ptxas puts loads off to where they
-are needed if nothing stands between. It is written in Gluon, where layouts say which lane has what.
-Codes, scales and rests are those of the portable body, bit by bit, where all numbers of a row are
-finite (others are read back as NaN, by both); squares are added in another order, which can tell
-where a token's error is the threshold but for rounding.
+What is asked for a tile ahead stands behind a branch, and the first tile's mapping is looked at in
+the loop alone, because ptxas puts loads off to where they are needed if nothing stands between. It
+is written in Gluon, where layouts say which lane has what. Codes, scales and rests are those of the
+portable body, bit by bit, where all numbers of a row are finite (others are read back as NaN, by
+both); squares are added in another order, which can tell where a token's error is the threshold but
+for rounding.
 """
 
 from __future__ import annotations
@@ -34,9 +37,13 @@ from tkernels.few_rows_hopper import register_options
 from tkernels.flash_attn_hopper import is_aligned
 from tkernels.kv_format import NO_SLOT
 from tkernels.lone_warps_hopper import add_one as _add_one
+from tkernels.lone_warps_hopper import first_bit as _first_bit
+from tkernels.lone_warps_hopper import of_other as _of_other
 from tkernels.lone_warps_hopper import put as _put
 from tkernels.lone_warps_hopper import put_16_bytes as _put_16_bytes
+from tkernels.lone_warps_hopper import take_32_bytes as _take_32_bytes
 from tkernels.lone_warps_hopper import take_one as _take_one
+from tkernels.lone_warps_hopper import take_short as _take_short
 from tkernels.lone_warps_hopper import warp as _warp
 from tkernels.paged_attn_quantized_hopper import (
     _let_next_kernel_start,
@@ -112,16 +119,16 @@ def _inverse(absmax):
     An approximate reciprocal, refined once, times 127, mended twice (Markstein, 1990): exact where
     no step leaves the normal numbers, as a reciprocal of more than 2^126 would.
     """
-    large = absmax > 1.152921504606847e18  # 2^60
-    divisor = gl.where(large, absmax * 5.421010862427522e-20, absmax)  # 2^-64
+    divisor = absmax * 6.103515625e-05  # 2^-14
     near = gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [divisor], dtype=gl.float32, is_pure=True, pack=1)
-    near = gl.fma(gl.fma(-divisor, near, gl.full_like(divisor, 1.0)), near, near)
+    negated = divisor * -1.0  # part of the instructions that use it, which 0 - x is not
+    near = gl.fma(gl.fma(negated, near, gl.full_like(divisor, 1.0)), near, near)
     most = gl.full_like(divisor, 127.0)
     quotient = most * near
-    quotient = gl.fma(gl.fma(-divisor, quotient, most), near, quotient)
-    quotient = gl.fma(gl.fma(-divisor, quotient, most), near, quotient)
-    return gl.where(large, quotient * 5.421010862427522e-20, quotient)
+    quotient = gl.fma(gl.fma(negated, quotient, most), near, quotient)
+    quotient = gl.fma(gl.fma(negated, quotient, most), near, quotient)
+    return quotient * 6.103515625e-05
 
 
 @gluon.jit
@@ -133,10 +140,10 @@ def _scale_of(pairs, dtype: gl.constexpr):
     low, high = _pair(sizes, dtype)
     absmax = gl.reduce(_larger(gl.abs(low), gl.abs(high)), 1, _larger)
     spoilt = absmax * 0.0  # what is not a number is not read back as one
-    absmax = gl.where(absmax < 7.888609052210118e-31, 0.0, absmax)  # 2^-100
-    scale = absmax * 0.007874015748031496 + spoilt  # 1 / 127
-    inverse = _inverse(gl.where(absmax > 0, absmax, 1.0))
-    return scale, gl.where(absmax > 0, inverse, 0.0)
+    is_some = absmax >= 7.888609052210118e-31  # 2^-100
+    step = gl.full_like(absmax, 0.007874015748031496)  # 1 / 127
+    scale = gl.fma(gl.where(is_some, absmax, 0.0), step, spoilt)
+    return scale, gl.where(is_some, _inverse(gl.where(is_some, absmax, 1.0)), 0.0)
 
 
 @gluon.jit
@@ -151,24 +158,14 @@ def _rounded(x, inverse, LIMITED: gl.constexpr):
 
 
 @gluon.jit
-def _late(x, other):
-    """x, which the compiler cannot look at before ``other`` is known."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1; // $2", "=r,r,r", [x, other], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _four_codes(
-    a, b, c, d, unit, CLAMPED: gl.constexpr, MANTISSA: gl.constexpr, LARGEST_CODE: gl.constexpr,
-):
-    """Codes of four rests, a byte each, in units of their block; kv_format says how.
+def _codes(rests, unit, CLAMPED: gl.constexpr, MANTISSA: gl.constexpr, LARGEST_CODE: gl.constexpr):
+    """Codes of at most four rests, a byte each, in units of their block; kv_format says how.
 
     Not ``CLAMPED`` where none is more than half a step: then the unit makes of the largest at most
     the largest code, but for rounding.
     """
-    rests = gl.tuple([a, b, c, d])
-    word = a.to(gl.int32, bitcast=True) * 0
-    for j in gl.static_range(4):
+    word = rests[0].to(gl.int32, bitcast=True) * 0
+    for j in gl.static_range(len(rests)):
         small = gl.abs(rests[j]) * unit
         if CLAMPED:
             small = gl.minimum(small, LARGEST_CODE)
@@ -220,42 +217,26 @@ def _sixteen(x):
 
 
 @gluon.jit
-def _store_rests(
-    rests, wanted, slot, kept, head, place, slots_ptr, residual_ptr, residual_scale_ptr,
-    free_slots_ptr, free_count_ptr, dropped_ptr, n_slots, STATIC: gl.constexpr,
-    RESIDUAL_BLOCK: gl.constexpr, MANTISSA: gl.constexpr, LARGEST_CODE: gl.constexpr,
+def _which(rows, bits):
+    """The bits of rows [R] that are; ``bits`` [R, L] are those of a lane's row.
+
+    Over all lanes it is one instruction, and a branch by it is one that ptxas knows to be a warp's.
+    """
+    return gl.reduce(gl.reshape(gl.where(rows[:, None], bits, 0), [32]), 0, _or)
+
+
+@gluon.jit
+def _slots_of(
+    wanted, slot, head, place, lane, slots_ptr, free_slots_ptr, free_count_ptr, dropped_ptr,
+    n_slots,
 ):
-    """Slots [R] of rows: what they have, and new ones where ``wanted``, which are taken from the
-    stack or counted as dropped. Rests of rows that are ``kept`` and have one go to the pool."""
-    lanes: gl.constexpr = rests[0].type.layout
-    R: gl.constexpr = rests[0].shape[0]
-    L: gl.constexpr = rests[0].shape[1]
-    HALF: gl.constexpr = L // 2
-    BLOCKS: gl.constexpr = 16 * L // RESIDUAL_BLOCK
-    lane = gl.arange(0, L, gl.SliceLayout(0, lanes))[None, :]
+    """Slots [R] of rows: what they have, and new ones where ``wanted``.
+
+    Those are taken from the stack, or counted as dropped where it is empty.
+    """
     asks = wanted[:, None] & (lane == 0)
     count = free_count_ptr + gl.where(asks, head[:, None], lane)
     left = _take_one(count, asks)
-    largest = gl.abs(rests[0])
-    for i in gl.static_range(1, len(rests)):
-        largest = gl.maximum(largest, gl.abs(rests[i]))
-    of_blocks = gl.reshape(largest, [R, BLOCKS, L // BLOCKS])
-    amax = gl.max(of_blocks, 2) * (1.0 / LARGEST_CODE)
-    exponent = (amax.to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23
-    exponent = gl.minimum(gl.maximum(exponent, 1), 253)
-    unit = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
-    unit = gl.full_like(of_blocks, 1.0) * gl.expand_dims(unit, 2)
-    unit = gl.convert_layout(gl.reshape(unit, [R, L]), lanes, assert_trivial=True)
-    # Channel j and j + head_dim / 2 share a byte: lanes of the upper half hand theirs over.
-    words = gl.tuple([])
-    for i in gl.static_range(4):
-        word = _four_codes(
-            rests[4 * i], rests[4 * i + 1], rests[4 * i + 2], rests[4 * i + 3], unit, STATIC,
-            MANTISSA, LARGEST_CODE)
-        word = word << (lane // HALF * 4)
-        words = words + gl.tuple([gl.reduce(gl.reshape(word, [R, 2, HALF]), 1, _or)])
-
-    left = _late(left, word)
     top = gl.max(gl.where(asks, left, _FAR_BELOW), 1) - 1
     takes = wanted & (top >= 0)
     stack = free_slots_ptr + head.to(gl.int64) * n_slots
@@ -263,45 +244,62 @@ def _store_rests(
     missing = asks & (top < 0)[:, None]
     _add_one(count, missing)
     _add_one(dropped_ptr + head[:, None], missing)
-    slot = gl.where(takes, own, slot)
-    _put(slots_ptr + place, slot, takes, "b16")
+    _put(slots_ptr + place, own, takes, "b16")
+    return gl.where(takes, own, slot)
 
-    holds = kept & (slot != _NO_SLOT)
+
+@gluon.jit
+def _store_rest(
+    x_ptr, inverses, slot, head, me, residual_ptr, residual_scale_ptr, n_slots,
+    dtype: gl.constexpr, STATIC: gl.constexpr, HEAD_DIM: gl.constexpr,
+    RESIDUAL_BLOCK: gl.constexpr, MANTISSA: gl.constexpr, LARGEST_CODE: gl.constexpr,
+):
+    """A row's rests to its slot of the pool: each lane has some of its channels."""
+    N: gl.constexpr = HEAD_DIM // 32
+    SHARE: gl.constexpr = RESIDUAL_BLOCK // N  # lanes that share a scale
+    rests = gl.tuple([])
+    for i in gl.static_range(N // 2):
+        low, high = _pair(gl.load(x_ptr + me * (N // 2) + i), dtype)
+        low, moved_low = _rounded(low, inverses[2 * i], STATIC)
+        high, moved_high = _rounded(high, inverses[2 * i + 1], STATIC)
+        rests = rests + gl.tuple([low - (moved_low - _ROUNDER), high - (moved_high - _ROUNDER)])
+    largest = gl.abs(rests[0])
+    for i in gl.static_range(1, N):
+        largest = gl.maximum(largest, gl.abs(rests[i]))
+    for i in gl.static_range(4):
+        if 1 << i < SHARE:
+            other = _of_other(largest.to(gl.int32, bitcast=True), me ^ (1 << i))
+            largest = gl.maximum(largest, other.to(gl.float32, bitcast=True))
+    amax = largest * (1.0 / LARGEST_CODE)
+    exponent = (amax.to(gl.int32, bitcast=True) + 0x7FFFFF) >> 23
+    exponent = gl.minimum(gl.maximum(exponent, 1), 253)
+    unit = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
     # Whoever wrote the slots may have been wrong: never past the pool.
-    row = gl.minimum(slot & 0xFFFF, n_slots - 1).to(gl.int64) + head.to(gl.int64) * n_slots
-    halves: gl.constexpr = words[0].type.layout
-    to = gl.convert_layout(row, gl.SliceLayout(1, halves), assert_trivial=True)[:, None]
-    to = to * (16 * HALF) + 16 * gl.arange(0, HALF, gl.SliceLayout(0, halves))[None, :]
-    mask = gl.convert_layout(holds, gl.SliceLayout(1, halves), assert_trivial=True)[:, None]
-    _put_16_bytes(residual_ptr + to, words[0], words[1], words[2], words[3], mask)
-    blocks: gl.constexpr = exponent.type.layout
-    to = gl.convert_layout(row, gl.SliceLayout(1, blocks), assert_trivial=True)[:, None] * BLOCKS
-    to += gl.arange(0, BLOCKS, gl.SliceLayout(0, blocks))[None, :]
-    mask = gl.convert_layout(holds, gl.SliceLayout(1, blocks), assert_trivial=True)[:, None]
-    _put(residual_scale_ptr + to, exponent, mask, "b8")
-    return slot
+    to = gl.minimum(slot & 0xFFFF, n_slots - 1).to(gl.int64) + head.to(gl.int64) * n_slots
+    to_scale = to * (HEAD_DIM // RESIDUAL_BLOCK) + me // SHARE
+    _put(residual_scale_ptr + to_scale, exponent, me % SHARE == 0, "b8")
+    # Channel j and j + head_dim / 2 share a byte: lanes of the upper half hand theirs over.
+    WIDTH: gl.constexpr = 2 if N == 2 else 4  # bytes that are stored at once
+    kind: gl.constexpr = gl.int16 if N == 2 else gl.int32
+    residual_ptr = residual_ptr.to(gl.pointer_type(kind), bitcast=True)
+    for i in gl.static_range(0, N, WIDTH):
+        if N == 2:
+            word = _codes(gl.tuple([rests[0], rests[1]]), unit, STATIC, MANTISSA, LARGEST_CODE)
+        else:
+            four = gl.tuple([rests[i], rests[i + 1], rests[i + 2], rests[i + 3]])
+            word = _codes(four, unit, STATIC, MANTISSA, LARGEST_CODE)
+        word = word | _of_other(word, me ^ 16) << 4
+        to_word = to * (HEAD_DIM // 2 // WIDTH) + (me * N + i) // WIDTH
+        _put(residual_ptr + to_word, word, me < 16, "b16" if N == 2 else "b32")
 
 
 @gluon.jit
-def _mapped(tile, slot_mapping_ptr, n_tokens, row, HEADS: gl.constexpr):
-    """[R], what the mapping says of a tile's tokens; -1 past the last token."""
-    token = tile * (row.shape[0] // HEADS) + row // HEADS
-    return gl.load(slot_mapping_ptr + token, mask=token < n_tokens, other=-1)
-
-
-@gluon.jit
-def _position(mapped, n_positions):
-    """[R], -1 where nothing is kept."""
+def _kept(mapped, n_positions):
+    """(whether a token is kept [R], its position [R]; -1 where it is not)."""
     position = mapped.to(gl.int64)
-    kept = (position >= 0) & (position < n_positions)
-    return gl.where(kept, position, -1).to(gl.int32)
-
-
-@gluon.jit
-def _numbers(tile, x_ptr, stride_xt, n_tokens, row, HEADS: gl.constexpr):
-    """Pairs of numbers [R, head_dim / 2] of a tile; past the last token those of the last."""
-    token = gl.minimum(tile * (row.shape[0] // HEADS) + row // HEADS, n_tokens - 1)
-    return gl.load(x_ptr + (token.to(gl.int64) * stride_xt.to(gl.int64) * 4)[:, None])
+    # Of a number that is known not to be negative both are one comparison.
+    kept = (position >= 0) & (position < (n_positions & 0x7FFFFFFF).to(gl.int64))
+    return kept, gl.where(kept, position, -1).to(gl.int32)
 
 
 @gluon.jit(do_not_specialize=[
@@ -324,7 +322,6 @@ def _append_rests_hopper_kernel(
     L: gl.constexpr = HEAD_DIM // 16  # lanes of a row
     R: gl.constexpr = BLOCK_T * BLOCK_HEADS  # of a warp; a lane has a part of one
     lanes: gl.constexpr = gl.BlockedLayout([1, 1], [32 // L, L], [W, 1], [1, 0])
-    of_pairs: gl.constexpr = gl.BlockedLayout([1, 8], [32 // L, L], [W, 1], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, lanes)
     groups: gl.constexpr = N_HEADS // BLOCK_HEADS
     if PDL:
@@ -344,19 +341,24 @@ def _append_rests_hopper_kernel(
     stride_xh = stride_kh if of_k else stride_vh
     row = gl.arange(0, R, rows)
     head = head0 + row % BLOCK_HEADS
-    read_row = gl.arange(0, R, gl.SliceLayout(1, of_pairs))
-    column = gl.arange(0, HEAD_DIM // 2, gl.SliceLayout(0, of_pairs))[None, :]
-    from_head = (head0 + read_row % BLOCK_HEADS).to(gl.int64) * stride_xh.to(gl.int64) * 4
-    x_ptr = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + from_head[:, None] + column
     lane = gl.arange(0, L, gl.SliceLayout(0, lanes))[None, :]
+    me = row[:, None] * L + lane
+    bits = (1 << row)[:, None] + gl.full([R, L], 0, gl.int32, lanes)
+    x_ptr = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    all_ptr = x_ptr
+    token = first * BLOCK_T + row // BLOCK_HEADS
+    from_token = token.to(gl.int64) * stride_xt.to(gl.int64) * 4
+    from_head = head.to(gl.int64) * stride_xh.to(gl.int64) * 4
+    x_ptr = x_ptr + (from_token + from_head)[:, None] + lane * 8
+    a_step = (step * BLOCK_T).to(gl.int64) * stride_xt.to(gl.int64) * 4
     codes_ptr = codes_ptr + (head * HEAD_DIM)[:, None] + lane * 16
     if PDL:
         _wait_for_earlier_kernels()
-    mapped = _mapped(first, slot_mapping_ptr, n_tokens, row, BLOCK_HEADS)
-    after = _mapped(first + step, slot_mapping_ptr, n_tokens, row, BLOCK_HEADS)
-    x = _numbers(first, x_ptr, stride_xt, n_tokens, read_row, BLOCK_HEADS)
+    pairs = _take_32_bytes(x_ptr, (token < n_tokens)[:, None])
+    mapped = gl.load(slot_mapping_ptr + token, mask=token < n_tokens, other=-1)
     tau = gl.load(tau_ptr + head)
     most = gl.where(tau < 0, -1.0, tau * tau)
+    least = gl.where(tau < 0, -1.0, 0.0)
     if STATIC:  # of one head
         once: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [W, 1], [1, 0])
         channel = 16 * gl.arange(0, L, gl.SliceLayout(1, once))[:, None]
@@ -371,35 +373,34 @@ def _append_rests_hopper_kernel(
         _barrier()
         of_row: gl.constexpr = gl.BlockedLayout([1, 1, 16], [32 // L, L, 1], [W, 1, 1], [2, 1, 0])
         channels: gl.constexpr = gl.SliceLayout(0, of_row)
-    position = _position(mapped, n_positions)
-    place = place_of(position, head, N_HEADS, BLOCK_SIZE)
-    slot = gl.load(slots_ptr + place, mask=position >= 0, other=_NO_SLOT)
+        N: gl.constexpr = HEAD_DIM // 32
+        spread: gl.constexpr = gl.BlockedLayout([1, N], [L, 16 // N], [W, 1], [1, 0])
     for tile in range(first, n_tiles, step):
-        pairs = _of_lane(gl.reshape(x, [R, L, 8]), lanes, 8)
-        at, kept, here, held = position, position >= 0, place, slot.to(gl.int32)
+        x = pairs
+        kept, at = _kept(mapped, n_positions)
+        here = place_of(at, head, N_HEADS, BLOCK_SIZE)
+        held = _take_short(slots_ptr + here, kept)
         if tile + step < n_tiles:
-            x = _numbers(tile + step, x_ptr, stride_xt, n_tokens, read_row, BLOCK_HEADS)
-            position = _position(after, n_positions)
-            place = place_of(position, head, N_HEADS, BLOCK_SIZE)
-            slot = gl.load(slots_ptr + place, mask=position >= 0, other=_NO_SLOT)
-            after = _mapped(tile + 2 * step, slot_mapping_ptr, n_tokens, row, BLOCK_HEADS)
+            token, x_ptr = token + step * BLOCK_T, x_ptr + a_step
+            pairs = _take_32_bytes(x_ptr, (token < n_tokens)[:, None])
+            mapped = gl.load(slot_mapping_ptr + token, mask=token < n_tokens, other=-1)
 
         if STATIC:
             scales = _of_lane(gl.expand_dims(scales_s.load(channels), 0), lanes, 16)
             inverses = _of_lane(gl.expand_dims(inverses_s.load(channels), 0), lanes, 16)
         else:
-            scale, inverse = _scale_of(pairs, DTYPE)
-            inverses = _sixteen(
-                gl.expand_dims(inverse, 1) + gl.full([R, L], 0.0, gl.float32, lanes))
+            scale, inverse = _scale_of(x, DTYPE)
+            same = gl.expand_dims(inverse.to(gl.int32, bitcast=True), 1)
+            same += gl.full([R, L], 0, gl.int32, lanes)  # costs nothing, 0.0 would
+            inverses = _sixteen(same.to(gl.float32, bitcast=True))
         lost_low = gl.full([R, L], 0.0, gl.float32, lanes)
         lost_high, whole_low, whole_high = lost_low, lost_low, lost_low
-        moved, rests = gl.tuple([]), gl.tuple([])
+        moved = gl.tuple([])
         for i in gl.static_range(8):
-            x_low, x_high = _pair(pairs[i], DTYPE)
+            x_low, x_high = _pair(x[i], DTYPE)
             low, moved_low = _rounded(x_low, inverses[2 * i], STATIC)
             high, moved_high = _rounded(x_high, inverses[2 * i + 1], STATIC)
             rest_low, rest_high = low - (moved_low - _ROUNDER), high - (moved_high - _ROUNDER)
-            rests = rests + gl.tuple([rest_low, rest_high])
             if STATIC:
                 rest_low, rest_high = rest_low * scales[2 * i], rest_high * scales[2 * i + 1]
                 low, high = x_low, x_high
@@ -419,21 +420,38 @@ def _append_rests_hopper_kernel(
 
         lost = gl.reduce(lost_low + lost_high, 1, _add)
         whole = gl.reduce(whole_low + whole_high, 1, _add)
-        # sqrt(lost / whole) > tau, 0 > tau for a token of zeros, without quotient and root.
-        is_some = whole > 0
-        lost, whole = gl.where(is_some, lost, -tau), gl.where(is_some, whole, 0.0)
-        outlier = kept & (lost > most * whole)
-        held = _late(held, lost)
-        holds = outlier | (held != _NO_SLOT)
-        if gl.reduce(holds.to(gl.int32), 0, _or) != 0:
-            held = _store_rests(
-                rests, outlier & (held == _NO_SLOT), held, kept, head, here, slots_ptr,
-                k_residual_ptr if of_k else v_residual_ptr,
-                k_residual_scale_ptr if of_k else v_residual_scale_ptr,
-                k_free_slots_ptr if of_k else v_free_slots_ptr,
-                k_free_count_ptr if of_k else v_free_count_ptr,
-                k_dropped_ptr if of_k else v_dropped_ptr, n_slots, STATIC, RESIDUAL_BLOCK,
-                MANTISSA, LARGEST_CODE)
+        # sqrt(lost / whole) > tau, 0 > tau for a token of zeros or without a scale.
+        lost, whole = gl.maximum(lost, 0.0), gl.maximum(whole, 0.0)
+        outlier = kept & (lost > gl.fma(most, whole, least))
+        wanted = outlier & (held == _NO_SLOT)
+        rows_left = _which(outlier | (held != _NO_SLOT), bits)
+        if rows_left != 0:
+            if _which(wanted, bits) != 0:
+                held = _slots_of(
+                    wanted, held, head, here, lane, slots_ptr,
+                    k_free_slots_ptr if of_k else v_free_slots_ptr,
+                    k_free_count_ptr if of_k else v_free_count_ptr,
+                    k_dropped_ptr if of_k else v_dropped_ptr, n_slots)
+                rows_left = _which(held != _NO_SLOT, bits)
+            slots = held[:, None] + gl.full([R, L], 0, gl.int32, lanes)
+            while rows_left != 0:
+                one = _first_bit(rows_left)
+                rows_left = rows_left & (rows_left - 1)
+                its_lane = me * 0 + one * L
+                its_token, its_head = tile * BLOCK_T + one // BLOCK_HEADS, head0 + one % BLOCK_HEADS
+                its_x = its_token.to(gl.int64) * stride_xt.to(gl.int64)
+                its_x += its_head.to(gl.int64) * stride_xh.to(gl.int64)
+                if STATIC:
+                    parts = gl.reshape(inverses_s.load(spread), [R, L, N])
+                    its_inverses = _of_lane(parts, lanes, N)
+                else:
+                    its_inverses = _sixteen(
+                        _of_other(same, its_lane).to(gl.float32, bitcast=True))
+                _store_rest(
+                    all_ptr + its_x * 4, its_inverses, _of_other(slots, its_lane), its_head, me,
+                    k_residual_ptr if of_k else v_residual_ptr,
+                    k_residual_scale_ptr if of_k else v_residual_scale_ptr, n_slots, DTYPE,
+                    STATIC, HEAD_DIM, RESIDUAL_BLOCK, MANTISSA, LARGEST_CODE)
         if not STATIC:
             _put(scale_ptr + here, gl.where(held != _NO_SLOT, -scale, scale), kept, "b32")
 
@@ -498,7 +516,7 @@ def bind(
 
 def can_address(k: torch.Tensor, v: torch.Tensor, n_positions: int) -> bool:
     """Whether strides come in pieces of 16 bytes, and they, places and tokens fit 32 bits."""
-    # A warp looks two tiles past its last, which has at most as many tokens and 2^8 more.
+    # A warp looks a step past its last tile, and its first may be past all tokens.
     tokens = 3 * (k.shape[0] + (1 << 8))
     counted = (*k.stride()[:2], *v.stride()[:2], n_positions * k.shape[1], tokens)
     return is_aligned(k, v) and max(counted) < 1 << 31
@@ -508,9 +526,9 @@ def default_config(problem: Problem, dev: Device) -> Config:
     """As an H200 liked it."""
     dim, cores = problem["head_dim"], dev.num_cores
     tiles = 2 * problem["n_tokens"] * problem["num_kv_heads"] // rows_of(dim)
-    per_core, heads = 8, 1
-    if tiles > 16 * cores:  # several a warp; 64 registers do not quite do for heads of 64
-        per_core = 12 if dim == 64 else 16
+    warps, heads = 2, 1
+    if tiles > 16 * cores:  # several a warp
+        warps = 4
     elif not problem["static"]:
         while heads < min(4, rows_of(dim)) and problem["num_kv_heads"] % (2 * heads) == 0:
             heads *= 2
@@ -518,8 +536,8 @@ def default_config(problem: Problem, dev: Device) -> Config:
         "BLOCK_T": rows_of(dim) // heads,
         "variant": "hopper",
         "BLOCK_HEADS": heads,
-        "num_warps": 2,
-        "programs_per_core": per_core,
+        "num_warps": warps,
+        "programs_per_core": 8,
         "PDL": True,
         **FIXED,
     }

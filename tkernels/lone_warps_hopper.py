@@ -36,6 +36,22 @@ def warp():
 
 
 @gluon.jit
+def of_other(x, lane):
+    """The int32 that another lane has."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", [x, lane], dtype=gl.int32,
+        is_pure=False, pack=1)
+
+
+@gluon.jit
+def first_bit(x):
+    """Which bit of an int32 is the first that is 1."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; brev.b32 t, $1; clz.b32 $0, t; }", "=r,r", [x], dtype=gl.int32,
+        is_pure=True, pack=1)
+
+
+@gluon.jit
 def put(to, x, mask, KIND: gl.constexpr):
     """Store the last bits of x, of 32: "b8", "b16" or "b32"."""
     gl.inline_asm_elementwise(
@@ -52,6 +68,26 @@ def put_16_bytes(to, a, b, c, d, mask):
         "mov.b32 $0, 0; }",
         "=r,l,r,r,r,r,r", [to.to(gl.int64), a, b, c, d, mask.to(gl.int32)], dtype=gl.int32,
         is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_32_bytes(at, mask):
+    """Eight int32, where an address divides by 16; something where ``mask`` is not."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $9, 0; @p ld.global.v4.b32 {$0, $1, $2, $3}, [$8]; "
+        "@p ld.global.v4.b32 {$4, $5, $6, $7}, [$8 + 16]; }",
+        "=r,=r,=r,=r,=r,=r,=r,=r,l,r", [at.to(gl.int64), mask.to(gl.int32)],
+        dtype=(
+            gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_short(at, mask):
+    """An int16 as an int32; -1 where ``mask`` is not."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, -1; @p ld.global.s16 $0, [$1]; }",
+        "=r,l,r", [at.to(gl.int64), mask.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
