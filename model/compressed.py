@@ -5,13 +5,15 @@ Of a layer X with a weight [N, K] a checkpoint stores, instead of ``X.weight`` i
     int-quantized    X.weight         int8  [N, K]
     pack-quantized   X.weight_packed  int32 [N, ceil(K bits / 32)], first code in the lowest bits,
                                       each with 2^(bits - 1) added
+                     X.weight_zero_point int32 [ceil(N / 8), K / group], packed along N in the same
+                      way, where codes of 4 bits are not symmetric: weight = (code - zero) * scale
                      X.weight_shape   int   [2]: N, K
     both             X.weight_scale   float [N, 1], or [N, K / group]: weight = code * scale
 
 or, of format float-quantized, what ``model.float8`` tells.
 
 ``quantization_config`` in config.json says which layers have which scheme. What is not known here
-is refused: other codes, zero points, static or other activations, transforms.
+is refused: other codes, zero points of 8 bits, static or other activations, transforms.
 """
 
 from __future__ import annotations
@@ -83,6 +85,20 @@ class Scheme:
     def optional(self, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         """The same of what may be stored, or not."""
         return {}
+
+
+@dataclass(frozen=True)
+class WithZeros(Scheme):
+    """A layer in 4 bits (PACKED) whose groups have zeros of their own."""
+
+    @property
+    def words(self) -> str:
+        """Such as "W4A16 in groups of 128, with zero points"."""
+        return f"{super().words}, with zero points"
+
+    def tensors(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+        found = super().tensors(name, shape)
+        return {**found, "weight_zero_point": (-(-shape[0] // 8), found["weight_scale"][1])}
 
 
 @dataclass(frozen=True)
@@ -195,7 +211,8 @@ def _group(name: str, group: Any, default: Any) -> tuple[tuple[str, ...], Scheme
     where = f"{name}.weights"
     if stored in (FLOAT, NAIVE):
         return targets, _float8(name, weights, group.get("input_activations"))
-    _plain_int(where, weights)
+    four = stored == PACKED and weights.get("num_bits") == 4
+    _plain_int(where, weights, zeros=four)
     one_of(f"{where}.num_bits", weights.get("num_bits", 8), *((8,) if stored == INT else (8, 4)))
     one_of(f"{where}.dynamic", weights.get("dynamic", False), False)
     one_of(f"{where}.actorder", weights.get("actorder"), None, False, "weight", "static")
@@ -218,7 +235,8 @@ def _group(name: str, group: Any, default: Any) -> tuple[tuple[str, ...], Scheme
                 f"{_WHERE}: {where} must be null unless weights have 8 bits and a scale a channel, "
                 f"got int8 with weights of {weights.get('num_bits', 8)} bits, strategy {strategy!r}"
             )
-    scheme = Scheme(
+    kind = WithZeros if weights.get("symmetric") is False else Scheme
+    scheme = kind(
         stored,
         weights.get("num_bits", 8),
         size if strategy == "group" else None,
@@ -263,15 +281,16 @@ def _strategy(size: Any) -> str:
     return "channel" if size == -1 else "group"
 
 
-def _plain_int(where: str, args: Mapping[str, Any]) -> None:
-    _plain(where, args, "int")
+def _plain_int(where: str, args: Mapping[str, Any], zeros: bool = False) -> None:
+    """``zeros``: codes may have others than 0."""
+    _plain(where, args, "int", zeros)
     one_of(f"{where}.block_structure", args.get("block_structure"), None)
 
 
-def _plain(where: str, args: Mapping[str, Any], kind: str) -> None:
-    """Numbers of a kind with a zero that is 0."""
+def _plain(where: str, args: Mapping[str, Any], kind: str, zeros: bool = False) -> None:
+    """Numbers of a kind, with a zero that is 0 or (``zeros``) one of each group."""
     one_of(f"{where}.type", args.get("type", "int"), kind)
-    one_of(f"{where}.symmetric", args.get("symmetric", True), True)
+    one_of(f"{where}.symmetric", args.get("symmetric", True), True, *((False,) if zeros else ()))
 
 
 def one_of(name: str, value: Any, *allowed: Any) -> None:

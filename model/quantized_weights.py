@@ -11,7 +11,7 @@ import torch
 
 from model import awq_gptq, block_matrix, compressed, float8
 from model.block_matrix import BlockMatrix, Blocks
-from model.compressed import Float8, Scheme, takes_group
+from model.compressed import Float8, Scheme, WithZeros, takes_group
 from model.quantized_matrix import (
     ByteMatrix,
     Int4Experts,
@@ -20,7 +20,7 @@ from model.quantized_matrix import (
     PackedMatrix,
 )
 from model.sources import Source
-from tkernels import expand_block_scales
+from tkernels import expand_block_scales, unpack_zero_points
 
 Sources = Sequence[tuple[str, tuple[int, ...]]]  # names of weights, and the shape of each
 
@@ -251,7 +251,8 @@ def _read_codes(
 ) -> dict[str, torch.Tensor]:
     """The checked tensors of a quantised layer, under the names that ``model.compressed`` has.
 
-    Those of AWQ and GPTQ become that, with ``weight_zero``, on the device.
+    Those of AWQ and GPTQ become that on the device. ``weight_zero`` int8 [N, K / group], 0 to 15,
+    are zeros as ``model.quantized_matrix`` has them.
     """
     layer = name.removesuffix(".weight")
     if isinstance(scheme, awq_gptq.InputMajor):
@@ -277,6 +278,14 @@ def _read_codes(
             f"{found['weight_shape'].tolist()}"
         )
     _check_scale(layer, found["weight_scale"], scheme, source)
+    if isinstance(scheme, WithZeros):
+        packed = found.pop("weight_zero_point")
+        if packed.dtype != torch.int32:
+            raise ValueError(
+                f"{source.where}: expected {layer}.weight_zero_point in torch.int32, eight of a "
+                f"group in one, got {packed.dtype}"
+            )
+        found["weight_zero"] = unpack_zero_points(packed, shape[0])
     return found
 
 

@@ -210,6 +210,7 @@ def test_config_is_one_of_the_package(written: dict[str, Path]) -> None:
 
 CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+ZEROS = {"num_bits": 4, "symmetric": False}
 THEIRS: dict[str, dict[str, Any]] = {
     "w8a8": {"weights": CHANNEL, "input_activations": TOKEN},
     "w8a16": {"weights": CHANNEL},
@@ -217,6 +218,9 @@ THEIRS: dict[str, dict[str, Any]] = {
     "w4a16": {"weights": CHANNEL | {"num_bits": 4, "strategy": "group", "group_size": 32}},
     "w4a16-8": {"weights": CHANNEL | {"num_bits": 4, "strategy": "group", "group_size": 8}},
     "w4a16-channel": {"weights": CHANNEL | {"num_bits": 4}},
+    "w4a16-zeros": {"weights": CHANNEL | ZEROS | {"strategy": "group", "group_size": 32}},
+    "w4a16-zeros-8": {"weights": CHANNEL | ZEROS | {"strategy": "group", "group_size": 8}},
+    "w4a16-zeros-channel": {"weights": CHANNEL | ZEROS},
 }  # fmt: skip
 
 
@@ -241,9 +245,16 @@ def test_runner_reads_what_the_package_writes(kind: str, tmp_path: Path) -> None
     for module in hf.modules():
         scale = getattr(module, "weight_scale", None)
         if scale is not None:
-            half = 2**module.quantization_scheme.weights.num_bits / 2 - 0.5
+            args = module.quantization_scheme.weights
             groups = module.weight.data.view(len(scale), scale.shape[1], -1)
-            scale.data.copy_(groups.abs().amax(-1) / half)
+            if args.symmetric:
+                scale.data.copy_(groups.abs().amax(-1) / (2**args.num_bits / 2 - 0.5))
+            else:
+                least, most = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+                scale.data.copy_((most - least) / 15)
+                zero = (-8 - least / scale.data).round().clamp(-8, 7)
+                assert zero.any()
+                module.weight_zero_point.data.copy_(zero)
     compressor = ModelCompressor.from_pretrained_model(hf)
     compressor.compress_model(hf)
     hf.save_pretrained(tmp_path)
@@ -616,6 +627,8 @@ def test_configs_that_are_not_known(
     ("path", "value", "words"),
     [
         (f"{WEIGHTS}.num_bits", 3, r"num_bits must be 8 or 4, got 3"),
+        (WEIGHTS, CHANNEL | {"symmetric": False}, r"weights\.symmetric must be True, got False"),
+        (WEIGHTS, CHANNEL | ZEROS | {"symmetric": 0}, r"must be True or False, got 0"),
         (f"{WEIGHTS}.group_size", 0, r"group_size must be 1 or more, got 0"),
         (f"{WEIGHTS}.strategy", "tensor_group", r"must be 'channel' or 'group'"),
         (INPUTS, TOKEN, r"input_activations must be null unless weights have 8 bits"),
@@ -705,6 +718,33 @@ def test_files_that_do_not_fit(
     folder = edit(written[scheme], tmp_path / "m", f"{DOWN1}.{part}", value)
     with pytest.raises(ValueError, match=words):
         load_folder(folder)
+
+
+def test_zero_points_that_do_not_fit(written: dict[str, Path], tmp_path: Path) -> None:
+    """One is missing, then all are the middle, then one has a number for each group."""
+    name = f"{DOWN1}.weight_zero_point"
+    config = json.loads((written["w4a16"] / "config.json").read_text())
+    config = changed(config, f"quantization_config.{WEIGHTS}.symmetric", False)
+    tensors = load_file(written["w4a16"] / "model.safetensors")
+    for scale in [name for name in tensors if name.endswith("weight_scale")]:
+        n, groups = tensors[scale].shape
+        middle = torch.full((n // 8, groups), 0x88888888 - 2**32).int()
+        tensors[scale.replace("scale", "zero_point")] = middle
+    shutil.copytree(written["w4a16"], tmp_path / "m")
+    (tmp_path / "m/config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "m/model.safetensors", metadata={"format": "pt"})
+    found, expected = (our_layers(load_folder(f)) for f in (tmp_path / "m", written["w4a16"]))
+    for layer, value in expected.items():
+        assert torch.equal(found[layer], value)
+    for i, (value, words) in enumerate(
+        [
+            (None, r"expected tensor .*\.weight_zero_point, got none of that name"),
+            (torch.zeros(96, 5, dtype=torch.int8), r"zero_point of shape \[12, 5\], got \[96, 5\]"),
+            (lambda zero: zero.long(), r"zero_point in torch.int32, eight .* got torch.int64"),
+        ]
+    ):
+        with pytest.raises(ValueError, match=words):
+            load_folder(edit(tmp_path / "m", tmp_path / str(i), name, value))
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])

@@ -362,13 +362,15 @@ def test_transformers_reads_what_is_written(
 
 
 @needs_package
-@pytest.mark.parametrize("group", [32, None])
-def test_runner_reads_what_the_package_writes(group: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("group", "symmetric"), [(32, True), (None, True), (32, False)])
+def test_runner_reads_what_the_package_writes(
+    group: int | None, symmetric: bool, tmp_path: Path
+) -> None:
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 
     hf = unstacked(NAME)
-    weights = {"num_bits": 4, "type": "int", "symmetric": True}
+    weights: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": symmetric}
     weights |= {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     config = {"config_groups": {"group_0": scheme}, "ignore": ["lm_head"]}
@@ -378,6 +380,10 @@ def test_runner_reads_what_the_package_writes(group: int | None, tmp_path: Path)
         if (scale := getattr(module, "weight_scale", None)) is not None:
             groups = module.weight.data.view(*scale.shape, -1)
             scale.data.copy_(groups.abs().amax(2) / 7.5)
+            if not symmetric:
+                least = groups.amin(2)
+                scale.data.copy_((groups.amax(2) - least) / 15)
+                module.weight_zero_point.data.copy_((-8 - least / scale.data).round().clamp(-8, 7))
     compressor = ModelCompressor.from_pretrained_model(hf)
     compressor.compress_model(hf)
     hf.config.save_pretrained(tmp_path)
@@ -388,6 +394,7 @@ def test_runner_reads_what_the_package_writes(group: int | None, tmp_path: Path)
     ours = load_folder(tmp_path)
     experts = experts_of(ours, 2)
     assert isinstance(experts.gate_up_proj, Int4Experts)
+    assert (experts.gate_up_proj.zero is None) == symmetric
     for e, expert in enumerate(hf.model.layers[2].mlp.experts):
         gate, up, down = (module.weight.data for module in expert.values())
         mine = values(experts.gate_up_proj)[e]
