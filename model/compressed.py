@@ -93,8 +93,8 @@ class WithZeros(Scheme):
 
     @property
     def words(self) -> str:
-        """Such as "W4A16 in groups of 128, with zero points"."""
-        return f"{super().words}, with zero points"
+        """Such as "W4A16 in groups of 128 with zero points"."""
+        return f"{super().words} with zero points"
 
     def tensors(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         found = super().tensors(name, shape)

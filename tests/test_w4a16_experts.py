@@ -361,6 +361,43 @@ def test_transformers_reads_what_is_written(
     torch.testing.assert_close(ours, hf_logits(hf, ids(20)), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("down", [False, True])
+def test_projections_of_two_kinds(down: bool, written: Path, tmp_path: Path) -> None:
+    """gate and up with a scale a channel and zero points, down in groups, with or without them."""
+    config = json.loads((written / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    (scheme,) = [one for one in groups.values() if one["weights"]["group_size"] == 32]
+    channel = {"strategy": "channel", "group_size": None, "symmetric": False}
+    of_down = scheme["weights"] | {"symmetric": not down}
+    of_pairs = scheme | {"targets": ["re:.*experts.*(gate|up)_proj"]}
+    config["quantization_config"]["config_groups"] = {
+        "pairs": of_pairs | {"weights": scheme["weights"] | channel},
+        "down": scheme | {"targets": ["re:.*experts.*down_proj"], "weights": of_down},
+        **groups,
+    }
+    tensors = load_file(written / "model.safetensors")
+    for name in [name for name in tensors if "experts" in name and name.endswith("scale")]:
+        pair = "down_proj" not in name
+        if pair:
+            tensors[name] = tensors[name][:, :1].contiguous()
+        if pair or down:
+            n, groups_of_row = tensors[name].shape
+            sevens = torch.full((n // 8, groups_of_row), 0x77777777, dtype=torch.int32)
+            tensors[name.replace("scale", "zero_point")] = sevens
+    for path in written.iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    before, now = (experts_of(load_folder(folder), 2) for folder in (written, tmp_path))
+    assert isinstance(now.gate_up_proj, Int4Experts)
+    assert isinstance(now.down_proj, Int4Experts)
+    assert now.gate_up_proj.scale.shape[2] == 1
+    assert (now.down_proj.zero is not None) == down
+    step = before.down_proj.scale.repeat_interleave(32, 2) if down else 0.0
+    assert torch.allclose(values(now.down_proj), values(before.down_proj) + step)
+
+
 @needs_package
 @pytest.mark.parametrize(("group", "symmetric"), [(32, True), (None, True), (32, False)])
 def test_runner_reads_what_the_package_writes(

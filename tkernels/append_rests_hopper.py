@@ -18,8 +18,8 @@ What is asked for a tile ahead stands behind a branch, and the first tile's mapp
 the loop alone, because ptxas puts loads off to where they are needed if nothing stands between. It
 is written in Gluon, where layouts say which lane has what. Codes, scales and rests are those of the
 portable body, bit by bit, where all numbers of a row are finite (others are read back as NaN, by
-both); squares are added in another order, which can tell where a token's error is the threshold but
-for rounding.
+both) and so are static scales, none of which makes a number subnormal; squares are added in another
+order, which can tell where a token's error is the threshold but for rounding.
 """
 
 from __future__ import annotations
