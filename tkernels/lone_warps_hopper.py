@@ -37,7 +37,7 @@ def warp():
 
 @gluon.jit
 def of_other(x, lane):
-    """The int32 that another lane has."""
+    """The int32 that another lane has; all lanes of a warp ask."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", [x, lane], dtype=gl.int32,
         is_pure=False, pack=1)
